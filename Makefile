@@ -4,7 +4,7 @@
 # make test-gpu what this machine's GPUs allow    make coverage  which lines no test without a GPU reaches
 # make docs     the pages of docs/ and a table of all options, as a site: build/docs/index.html
 # make pages    the pages of docs/ that are written from the code: options, commands, files, Python API, environment
-# make faults   every fault in every phase on real jobs, over an hour; writes docs/faults.md   (CELLS='host-*/push/*')
+# make faults   every fault in every phase on real jobs, over an hour; writes docs/faults.md   (CELLS='host-*/sync/*')
 # make constraints  the lists of what is installed, renewed from pyproject.toml
 # make test-versions  unit tests and a job with the lowest and the highest versions that pyproject.toml allows
 # make dist     sdist and wheel in build/dist, looked at as PyPI does
@@ -94,7 +94,7 @@ faults: install
 	$(BIN)/python -m tests.faults.run $(CELLS)
 
 # One that fails does not keep the others from running; the last one reads what the others have written.
-BENCHMARKS := push padding overlap overlap_ragged dispatch balance generate conversations conversations_ahead neighbours agents rewards lora startup save respawn timeline scale
+BENCHMARKS := weight sync padding overlap overlap_ragged dispatch balance generate episodes multi_turn_ahead neighbours agents rewards lora startup save restart timeline scale
 bench: install
 	@failed=; \
 	for name in $(BENCHMARKS); do \

@@ -21,7 +21,7 @@ from datasets import Dataset
 from openai import AsyncOpenAI
 from transformers import TrainerCallback
 
-from bench.conversations import save_model
+from bench.multi_turn import save_model
 from bench.report import Figure, Report, argument_parser, finish, ratio
 from grpo import GRPOConfig, GRPOTrainer, agents
 from grpo.rollout.agents.door import Door

@@ -66,7 +66,7 @@ def dispatch_seconds(folder: Path, *, ranks: int, completions: int, tokens: int,
 
 
 class MadeUpLengths:
-    """An engine that is told how long each completion is to be."""
+    """An engine that is given how long each completion is to be."""
 
     def __init__(self, client: EngineClient, lengths: Mapping[int, int]) -> None:
         self.name = client.name

@@ -59,7 +59,7 @@ class ReadyPool:
             finished_at=now,
             answers=answers,
             engines=everything,
-            ages=dict.fromkeys(ids, Age(first=Moment(), token_pushes=0)),
+            ages=dict.fromkeys(ids, Age(first=Moment(), token_syncs=0)),
         )
 
     def collect(self, batch: Batch, timeout_s: float, check: Callable[[], None]) -> Completions:

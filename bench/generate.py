@@ -109,7 +109,7 @@ def local_vllm(
         log_folder=Path(args.output_dir) / "logs",
         attempt=0,
         timeout_s=START_S,
-        max_respawns=args.vllm_max_respawns,
+        max_restarts=args.vllm_max_restarts,
         standby=args.vllm_standby,
     )
     local = LocalVLLM(

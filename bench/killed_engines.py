@@ -1,4 +1,5 @@
-"""`train.py` whose engine is killed in a generation every `KILL_EVERY` steps: what `bench.respawn` trains with."""
+"""`train.py` whose engine is killed in a generation every `KILL_EVERY` steps: what `bench.engine_restart` trains
+with."""
 
 import os
 import signal

@@ -34,7 +34,7 @@ STEPS = 300
 LAST_STEPS = 20  # whose mean is the final reward
 WARM_START_STEPS = 100
 GOAL = 0.9  # of the gain without lookahead
-MAX_MISSING_AGE = 0.5  # pushes
+MAX_MISSING_AGE = 0.5  # weight syncs
 RUN_TIMEOUT_S = 1800
 
 
@@ -58,7 +58,7 @@ class Learned(NamedTuple):
     reward: float
     """Mean over the last steps."""
     age: float
-    """Mean age of a token at first use, in pushes, of all steps but the first ones."""
+    """Mean age of a token at first use, in weight syncs, of all steps but the first ones."""
 
 
 def train(
@@ -164,7 +164,7 @@ def report_of(warm_start: float, learned: dict[Way, list[Learned]], settings: di
                 for way, of_way in learned.items()
             ),
             *(
-                Figure(name=f"age of a token, {way}", unit="pushes", values=tuple(run.age for run in of_way))
+                Figure(name=f"age of a token, {way}", unit="syncs", values=tuple(run.age for run in of_way))
                 for way, of_way in learned.items()
                 if way.lookahead
             ),

@@ -2,8 +2,8 @@
 
 Two engines of the same model, up all the time, of which one works at a time: one samples from plain weights, the other
 with a LoRA adapter of rank 16 on all linear layers, by vLLM's own LoRA layers. Every completion has the same length:
-`ignore_eos`. On a CPU both run eagerly, as vLLM does with LoRA there (0.31). What a push of adapters costs is in
-`bench.push`.
+`ignore_eos`. On a CPU both run eagerly, as vLLM does with LoRA there (0.31). What a weight sync of adapters costs is in
+`bench.weight_sync`.
 
     python -m bench.lora [--size small|tiny]
 """

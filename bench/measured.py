@@ -10,17 +10,17 @@ _SAMPLING = ("grpo/engine", "grpo/rollout", "grpo/local_vllm.py", "grpo/serving.
 _STEP = (*_SAMPLING, "grpo/groups", "grpo/rewards", "grpo/seam", "grpo/trainer.py", "grpo/weights")
 
 MEASURED: dict[str, tuple[str, ...]] = {
-    "push": ("bench/push*.py", "grpo/engine", "grpo/weights"),
+    "weight_sync": ("bench/weight_sync*.py", "grpo/engine", "grpo/weights"),
     "padding": ("bench/padding.py", "grpo/seam/trimming.py", "grpo/trainer.py"),
     "overlap": ("bench/overlap.py", *_STEP),
     "overlap_ragged": ("bench/overlap*.py", *_STEP),
     "dispatch": ("bench/dispatch*.py", "bench/engines.py", "grpo/engine", "grpo/groups", "grpo/rollout"),
     "balance": ("bench/balance.py", "bench/engines.py", "grpo/engine", "grpo/groups", "grpo/rollout"),
     "generate": ("bench/generate.py", "bench/bare_vllm.py", "bench/engines.py", *_SAMPLING),
-    "conversations": ("bench/conversations.py", *_SAMPLING, "grpo/seam/conversing.py"),
-    "conversations_ahead": ("bench/conversations*.py", *_STEP),
-    "neighbours": ("bench/neighbours.py", "bench/conversations.py", *_SAMPLING, "grpo/seam/conversing.py"),
-    "agents": ("bench/agents.py", "bench/conversations.py", *_SAMPLING),
+    "multi_turn": ("bench/multi_turn.py", *_SAMPLING, "grpo/seam/episodes.py"),
+    "multi_turn_ahead": ("bench/multi_turn*.py", *_STEP),
+    "neighbours": ("bench/neighbours.py", "bench/multi_turn.py", *_SAMPLING, "grpo/seam/episodes.py"),
+    "agents": ("bench/agents.py", "bench/multi_turn.py", *_SAMPLING),
     "rewards": ("bench/rewards.py", *_SAMPLING, "grpo/rewards", "grpo/seam/scoring.py"),
     "lora": ("bench/lora.py", "bench/generate.py", "bench/engines.py", *_SAMPLING, "grpo/weights/adapter*.py"),
     "startup": (
@@ -29,10 +29,21 @@ MEASURED: dict[str, tuple[str, ...]] = {
         *("train.py", "grpo/config", "grpo/ops/train", "grpo/place", "grpo/preflight"),
     ),
     "save": ("bench/save*.py", "grpo/checkpoints", "grpo/seam/saving.py"),
-    "respawn": ("bench/respawn.py", "bench/killed_engines.py", "bench/engines.py", *_SAMPLING, "grpo/weights"),
+    "engine_restart": (
+        "bench/engine_restart.py",
+        "bench/killed_engines.py",
+        "bench/engines.py",
+        *_SAMPLING,
+        "grpo/weights",
+    ),
     "timeline": ("bench/timeline.py", "grpo/record/timeline"),
     "watch": ("bench/watch.py", "tests/support/sentinels.py", "grpo/faults"),
-    "scale": ("bench/scale*.py", "grpo/rollout/balance.py", "bench/results/overlap*.json", "bench/results/push*.json"),
+    "scale": (
+        "bench/scale*.py",
+        "grpo/rollout/balance.py",
+        "bench/results/overlap*.json",
+        "bench/results/weight_sync*.json",
+    ),
     "learning": ("bench/learning.py", "train.py", *_STEP, "grpo/ops/train"),
     "spare_groups": ("bench/spare_groups.py", "train.py", *_STEP, "grpo/checkpoints/prompt_order.py", "grpo/ops/train"),
 }

@@ -1,7 +1,7 @@
-"""Two nodes that hold conversations, one of which has twice the turns: what that costs the other one, and what not.
+"""Two nodes that hold episodes, one of which has twice the turns: what that costs the other one, and what not.
 
-Two nodes on one machine, each a process with a trainer and an engine, as in `bench.conversations`. Both have the same
-conversations; in turn with that the second node's have every turn twice. What is compared is the first node's own time,
+Two nodes on one machine, each a process with a trainer and an engine, as in `bench.multi_turn`. Both have the same
+episodes; in turn with that the second node's have every turn twice. What is compared is the first node's own time,
 from its first turn to its last answer: no turn of it waits for the other node's. The batch ends when both have ended.
 
     python -m bench.neighbours [--rows 16]
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from vllm.utils.network_utils import get_open_port
 
-from bench.conversations import MAX_TOOL_S, Play, make_trainer, save_model
+from bench.multi_turn import MAX_TOOL_S, Play, make_trainer, save_model
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
 from grpo import GRPOTrainer
 
@@ -92,7 +92,7 @@ def measure(options: Any, folder: Path) -> Report:
     batch = Figure(name="batch, one with twice the turns", unit="s", values=tuple(first["batch"]["twice"]))
     return Report(
         benchmark="neighbours",
-        settings={"nodes": NUM_NODES, "conversations of a node": options.rows},
+        settings={"nodes": NUM_NODES, "episodes of a node": options.rows},
         ratios=(
             ratio("first node: both alike / beside twice the turns", alike, beside, GOAL),
             ratio("second node's own time / the batch's", others, batch),
@@ -104,7 +104,7 @@ def measure(options: Any, folder: Path) -> Report:
 
 def main() -> None:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--rows", type=int, default=16, help="conversations of a node's batch")
+    parser.add_argument("--rows", type=int, default=16, help="episodes of a node's batch")
     options = parser.parse_args()
     if options.short:
         options.rows, options.repetitions = 8, 1

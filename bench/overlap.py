@@ -4,8 +4,8 @@ One training process and one engine, as on a node with one GPU for each. Without
 and the engine to another, and a model, batch and length are taken for which generating and training take about as long.
 
 The bound follows from the phases of the on-policy steps, in which ranks and engine never work at the same time: with g
-the wait for completions, p the push and t the rest, such a step takes g + p + t, and an overlapped one max(g, t) + p at
-least, since a push needs the engine at rest.
+the wait for completions, p the weight sync and t the rest, such a step takes g + p + t, and an overlapped one max(g, t)
++ p at least, since a weight sync needs the engine at rest.
 
     python -m bench.overlap [--device cuda]
     python -m bench.overlap --ragged            # lengths by chance, up to 4 batches under way: bench/overlap_ragged.py
@@ -181,7 +181,13 @@ def segment(args: argparse.Namespace, lookahead: int) -> dict[str, float]:
     assert len(steps_s) == len(lines), (len(steps_s), len(lines))
     parts = {
         name: statistics.median(line[name] for line in lines)
-        for name in ("rollout/wait_s", "rollout/generate_s", "push/total_s", "engine/idle_share", "rollout/policy_lag")
+        for name in (
+            "rollout/wait_s",
+            "rollout/generate_s",
+            "weight_sync/total_s",
+            "engine/idle_share",
+            "rollout/policy_lag",
+        )
     }
     assert parts["rollout/policy_lag"] == lookahead
     return {"step_s": statistics.median(steps_s), "parameters": num_parameters, **parts}
@@ -208,8 +214,8 @@ def main() -> None:
 
     bounds_s = []
     for parts in on_policy:
-        rest_s = parts["step_s"] - parts["rollout/wait_s"] - parts["push/total_s"]
-        bounds_s.append(max(parts["rollout/wait_s"], rest_s) + parts["push/total_s"])
+        rest_s = parts["step_s"] - parts["rollout/wait_s"] - parts["weight_sync/total_s"]
+        bounds_s.append(max(parts["rollout/wait_s"], rest_s) + parts["weight_sync/total_s"])
 
     def figure(name: str, unit: str, segments: list[dict[str, float]], key: str) -> Figure:
         return Figure(name=name, unit=unit, values=tuple(parts[key] for parts in segments))
@@ -228,18 +234,18 @@ def main() -> None:
         figures=(
             figure("step, lookahead 0", "s", on_policy, "step_s"),
             figure("  waiting for completions", "s", on_policy, "rollout/wait_s"),
-            figure("  push", "s", on_policy, "push/total_s"),
+            figure("  weight sync", "s", on_policy, "weight_sync/total_s"),
             figure("  share in which the engine is idle", "", on_policy, "engine/idle_share"),
             figure("step, lookahead 1", "s", ahead, "step_s"),
             figure("  waiting for completions", "s", ahead, "rollout/wait_s"),
             figure("  generation, beside training", "s", ahead, "rollout/generate_s"),
-            figure("  push", "s", ahead, "push/total_s"),
+            figure("  weight sync", "s", ahead, "weight_sync/total_s"),
             figure("  share in which the engine is idle", "", ahead, "engine/idle_share"),
-            figure("  policy lag", "pushes", ahead, "rollout/policy_lag"),
+            figure("  policy lag", "syncs", ahead, "rollout/policy_lag"),
         ),
         notes=(
             "without GPUs the training process is pinned to one core, the engine to the others",
-            "bound: max(wait, rest) + push of the on-policy steps, in which engine and ranks take turns",
+            "bound: max(wait, rest) + weight sync of the on-policy steps, in which engine and ranks take turns",
         ),
     )
     finish(report, args)

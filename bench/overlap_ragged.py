@@ -146,7 +146,13 @@ def segment(
         trainer.train()
         lines = [line for line in trainer.state.log_history if "rollout/wait_s" in line][warm_up:-1]
         at_s = ends.at_s[warm_up - 1 : -1]
-        names = ("rollout/wait_s", "push/total_s", "engine/idle_share", "rollout/wait_share", "rollout/policy_lag")
+        names = (
+            "rollout/wait_s",
+            "weight_sync/total_s",
+            "engine/idle_share",
+            "rollout/wait_share",
+            "rollout/policy_lag",
+        )
         parts = {name: statistics.mean(line[name] for line in lines) for name in names}
         tokens = statistics.mean(line["completions/mean_length"] for line in lines)
         longest = statistics.mean(line["completions/max_length"] for line in lines)
@@ -174,7 +180,7 @@ def compare(args: argparse.Namespace) -> None:
     # Lengths differ by chance from segment to segment: every work is that of as many tokens as the segments' mean.
     tokens = statistics.mean(parts["tokens"] for segments in found.values() for parts in segments)
     sampling = [parts["rollout/wait_s"] * tokens / parts["tokens"] for parts in equal]
-    rests = [parts["step_s"] - parts["rollout/wait_s"] - parts["push/total_s"] for parts in found.get(0, equal)]
+    rests = [parts["step_s"] - parts["rollout/wait_s"] - parts["weight_sync/total_s"] for parts in found.get(0, equal)]
     training = [rest * tokens / parts["tokens"] for rest, parts in zip(rests, found.get(0, equal), strict=True)]
     report = Report(
         benchmark="overlap_ragged",
@@ -194,7 +200,7 @@ def compare(args: argparse.Namespace) -> None:
         ),
         notes=(
             "without GPUs the training process is pinned to one core, the engine to the others",
-            "training on a batch: a step without lookahead, less the wait and the push; sampling: the wait for as many "
+            "training on a batch: a step without lookahead, less the wait and the weight sync; sampling: the wait for as many "
             "tokens in completions of one length",
         ),
     )
@@ -214,11 +220,11 @@ def ratios_of(
             goal = GAIN if lookahead >= 4 else None
             yield Ratio(name=f"tokens/s, lookahead {lookahead} / lookahead 1", values=values, goal=goal)
     if deepest >= 2:
-        syncs = [parts["push/total_s"] for parts in found[deepest]]
+        syncs = [parts["weight_sync/total_s"] for parts in found[deepest]]
         steps = [parts["step_s"] for parts in found[deepest]]
         bounds = [COST * max(t, s) + sync for t, s, sync in zip(training, sampling, syncs, strict=True)]
         yield Ratio(
-            name=f"{COST} x the larger work + push / step with lookahead {deepest}",
+            name=f"{COST} x the larger work + weight sync / step with lookahead {deepest}",
             values=tuple(bound / step for bound, step in zip(bounds, steps, strict=True)),
             goal=1.0,
         )
@@ -230,10 +236,10 @@ def figures_of(lookahead: int, segments: list[dict[str, float]]) -> Iterator[Fig
     rows = (
         ("step", "s", "step_s"),
         ("waiting for completions", "s", "rollout/wait_s"),
-        ("push", "s", "push/total_s"),
+        ("sync", "s", "weight_sync/total_s"),
         ("share in which ranks wait", "", "rollout/wait_share"),
         ("share in which the engine is idle", "", "engine/idle_share"),
-        ("policy lag", "pushes", "rollout/policy_lag"),
+        ("policy lag", "syncs", "rollout/policy_lag"),
         ("tokens of a completion", "", "tokens"),
         ("tokens of a batch's longest", "", "longest"),
     )

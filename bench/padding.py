@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from bench.conversations import save_model
+from bench.multi_turn import save_model
 from bench.report import Figure, Report, argument_parser, finish, interleave, ratio
 from grpo import GRPOConfig, GRPOTrainer
 

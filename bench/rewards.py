@@ -24,7 +24,7 @@ from unittest import mock
 
 from datasets import Dataset
 
-from bench.conversations import save_model
+from bench.multi_turn import save_model
 from bench.report import Figure, Ratio, Report, argument_parser, finish, interleave, ratio
 from grpo import GRPOConfig, GRPOTrainer, scores_each
 from grpo.rollout import ahead

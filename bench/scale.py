@@ -1,4 +1,4 @@
-"""1 to 64 nodes of 8 GPUs, simulated from one node: step time, idle shares and push time of each layout.
+"""1 to 64 nodes of 8 GPUs, simulated from one node: step time, idle shares and weight sync time of each layout.
 
 `bench/scale_model.py` has the layouts, their assumptions and formulas. Two nodes are simulated:
 
@@ -6,9 +6,9 @@
   options (--sample-tokens-per-s, --train-tokens-per-s), set to what such GPUs are commonly seen to do. Not measured.
 - measured: where `bench.overlap` has left a result (that of GPUs first). Its one engine and one rank are taken for one
   GPU each, eight of them for a node; without GPUs these are cores and a small model, and the links stay those of the
-  options: its step times say how the layouts compare when compute decides, its pushes say nothing.
+  options: its step times say how the layouts compare when compute decides, its weight syncs say nothing.
 
-What share of its bound a push and an overlapped step reach is read from the results of `bench.push` and
+What share of its bound a weight sync and an overlapped step reach is read from the results of `bench.weight_sync` and
 `bench.overlap`, for both nodes; without them it is 1, and the notes say so.
 
 The assumed node is simulated once more with completions of many lengths, short answers and long reasoning, and up to 8
@@ -34,13 +34,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench import scale_foretold, scale_lengths
+from bench import scale_lengths, scale_predicted
 from bench.report import RESULTS, Figure, Ratio, Report, argument_parser, finish
 from bench.scale_model import NETWORK_GBPS, NVLINK_GBPS, Cluster, Node, Step, simulate
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 OWN, OWN_OF_LENGTHS = "node-local, lookahead 1", "node-local, lookahead 4"  # what others are compared with
-FORETOLD = 0.9  # how near the model is to the steps of `bench.overlap --ragged`
+PREDICTED = 0.9  # how near the model is to the steps of `bench.overlap --ragged`
 GOALS = {"central pool, lookahead 4": 0.95, "central pool, lookahead 1": 3.0}  # with lengths, at the largest size
 
 
@@ -65,7 +65,7 @@ def measured_node(overlap: dict[str, Any], assumed: Node) -> Node:
     median = {figure["name"].strip(): figure["median"] for figure in reversed(overlap["figures"])}  # on-policy ones
     settings = overlap["settings"]
     wait_s = median["waiting for completions"]
-    rest_s = median["step, lookahead 0"] - wait_s - median["push"]
+    rest_s = median["step, lookahead 0"] - wait_s - median["sync"]
     return replace(
         assumed,
         name=f"measured ({settings['device']})",
@@ -79,8 +79,8 @@ def measured_node(overlap: dict[str, Any], assumed: Node) -> Node:
 
 def make_report(args: argparse.Namespace, results: Path) -> tuple[Report, dict[str, list[Step]]]:
     """The report, and the steps by node's name."""
-    overlap, push = read_result(results, "overlap"), read_result(results, "push")
-    shares = {"overlap": share_of_bound(overlap), "push": share_of_bound(push)}
+    overlap, sync = read_result(results, "overlap"), read_result(results, "weight_sync")
+    shares = {"overlap": share_of_bound(overlap), "sync": share_of_bound(sync)}
     assumed = Node(
         name="assumed",
         gpus=args.gpus,
@@ -89,7 +89,7 @@ def make_report(args: argparse.Namespace, results: Path) -> tuple[Report, dict[s
         completion_tokens=args.completion_tokens,
         sample_s=args.completion_tokens / args.sample_tokens_per_s,
         train_s=args.completion_tokens / args.train_tokens_per_s,
-        push_efficiency=shares["push"] or 1.0,
+        sync_efficiency=shares["sync"] or 1.0,
         overlap_efficiency=shares["overlap"] or 1.0,
     )
     cluster = Cluster(
@@ -109,7 +109,7 @@ def make_report(args: argparse.Namespace, results: Path) -> tuple[Report, dict[s
         )
         for lengths in (scale_lengths.SHORT, scale_lengths.TAIL)
     }
-    foretold = scale_foretold.foretell(read_result(results, "overlap_ragged"))
+    predicted = scale_predicted.predict(read_result(results, "overlap_ragged"))
     report = Report(
         benchmark="scale",
         settings={
@@ -129,9 +129,9 @@ def make_report(args: argparse.Namespace, results: Path) -> tuple[Report, dict[s
                 Ratio(
                     name=f"bench.overlap --ragged, lookahead {lookahead}: 1 - |step of the model / step - 1|",
                     values=(1 - abs(model_s / step_s - 1),),
-                    goal=FORETOLD,
+                    goal=PREDICTED,
                 )
-                for lookahead, (model_s, step_s) in foretold.items()
+                for lookahead, (model_s, step_s) in predicted.items()
             ),
         ),
         figures=(
@@ -139,13 +139,13 @@ def make_report(args: argparse.Namespace, results: Path) -> tuple[Report, dict[s
             *(figure for name, of_node in with_lengths.items() for figure in _figures_of_lengths(name, of_node)),
             *(
                 Figure(name=f"bench.overlap --ragged, lookahead {lookahead}: step{of}", unit="s", values=(seconds,))
-                for lookahead, (model_s, step_s) in foretold.items()
+                for lookahead, (model_s, step_s) in predicted.items()
                 for of, seconds in ((" of the model", model_s), ("", step_s))
             ),
         ),
         notes=(
             "simulated; formulas and assumptions: bench/scale_model.py, bench/scale_lengths.py and bench/scale.py",
-            "bench.overlap --ragged: training and push of each lookahead as measured, the wait foretold",
+            "bench.overlap --ragged: training and weight sync of each lookahead as measured, the wait predicted",
             *(
                 f"{lengths.name}: {lengths.median:,} tokens in the median and at most {lengths.longest:,}; of "
                 f"{args.gpus} GPUs reserved with {_reserved(with_lengths[lengths.name])}"
@@ -203,7 +203,7 @@ def _figures(name: str, steps: Sequence[Step]) -> list[Figure]:
         values = {"step": (step.step_s, "s")}
         if step.nodes == largest:
             values |= {
-                "push": (step.push_s, "s"),
+                "sync": (step.sync_s, "s"),
                 "training GPUs idle": (100 * step.training_idle, "%"),
                 "engine GPUs idle": (100 * step.engine_idle, "%"),
             }
@@ -216,7 +216,7 @@ def _figures(name: str, steps: Sequence[Step]) -> list[Figure]:
 
 
 def draw(steps: dict[str, list[Step]], path: Path) -> None:
-    """One row of charts for each node: step time, push time, idle shares."""
+    """One row of charts for each node: step time, weight sync time, idle shares."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -224,7 +224,7 @@ def draw(steps: dict[str, list[Step]], path: Path) -> None:
 
     panels = {
         "step [s]": lambda step: step.step_s,
-        "push [s]": lambda step: step.push_s,
+        "weight sync [s]": lambda step: step.sync_s,
         "training GPUs idle [%]": lambda step: 100 * step.training_idle,
         "engine GPUs idle [%]": lambda step: 100 * step.engine_idle,
     }
@@ -251,7 +251,7 @@ def draw(steps: dict[str, list[Step]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argument_parser("Step time, idle shares and push time of 1 to 64 nodes, simulated from one node.")
+    parser = argument_parser("Step time, idle shares and weight sync time of 1 to 64 nodes, simulated from one node.")
     parser.add_argument("--gpus", type=int, default=8, help="of a node")
     parser.add_argument("--max-nodes", type=int, default=64)
     parser.add_argument("--reserved", type=int, help="GPUs of a node for engines (default: the best for one node)")

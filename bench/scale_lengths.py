@@ -9,10 +9,11 @@ sequence the more it runs at once. So a batch's longest completions go on alone,
 - Lengths: log-normal, cut at `Lengths.longest`; the completions of a prompt share a part of it.
 - Nodes differ in speed by a factor that lasts (`Cluster.spread`). It is the harder case: what differs from step to step
   is absorbed by batches under way.
-- Training: the tokens of the batch at `train_tokens_per_s`, all ranks alike. Pushes as in `bench.scale_model`; with two
-  batches or more under way engines stand still for one and go on, before that they are at rest.
-- Lookahead 0: sample, train, push. 1: the ranks collect a batch, push, submit the next and train. N of 2 or more: push,
-  collect the oldest, share the batch after N others out by the real `plan_moves`, train. Batches are taken in order.
+- Training: the tokens of the batch at `train_tokens_per_s`, all ranks alike. Weight syncs as in `bench.scale_model`;
+  with two batches or more under way engines stand still for one and go on, before that they are at rest.
+- Lookahead 0: sample, train, weight sync. 1: the ranks collect a batch, weight sync, submit the next and train. N of 2
+  or more: weight sync, collect the oldest, share the batch after N others out by the real `plan_moves`, train. Batches
+  are taken in order.
 - Colocated: all GPUs sample one batch, then all train, nothing overlaps.
 
 GPUs to reserve are the best for two nodes, for each layout by itself. Both constants of the engine are assumed, as
@@ -36,7 +37,7 @@ NODE_COUNTS = (1, 8, 64)
 DEPTHS = (0, 1, 2, 4, 8)
 GROUP = 8  # completions of a prompt
 SHARED = 0.6  # of the spread of lengths, the part of the prompt: 36 % of the variance
-TRIED_NODES = 2  # on which the number of reserved GPUs is chosen
+TRIED_NODES = 2  # on which the number of inference GPUs is chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +139,14 @@ def step_of(
     rng = random.Random(nodes)
     speeds = _speeds(rng, cluster, nodes)
     of_layout = scale_model.central_pool if layout.central else _node_local
-    push_s = of_layout(node, cluster, nodes=nodes, reserved=reserved).push_s
+    sync_s = of_layout(node, cluster, nodes=nodes, reserved=reserved).sync_s
     engines = [speed for speed in speeds for _ in range(reserved)]
     sites = (
         [Site(engines, lengths.places)]
         if layout.central
         else [Site([speed] * reserved, lengths.places) for speed in speeds]
     )
-    loop = Loop(node, lengths.group, sites, rng, nodes=nodes, ranks=(node.gpus - reserved) * nodes, push_s=push_s)
+    loop = Loop(node, lengths.group, sites, rng, nodes=nodes, ranks=(node.gpus - reserved) * nodes, sync_s=sync_s)
     warm_up = loop.warm_up(layout.lookahead)
     begun = (loop.now, loop.busy_s())
     for _ in range(steps):
@@ -159,7 +160,7 @@ def step_of(
         engine_gpus=len(engines),
         generate_s=statistics.mean(loop.generate_s[warm_up:]),
         train_s=train_s,
-        push_s=push_s,
+        sync_s=sync_s,
         step_s=step_s,
         training_idle=1 - train_s / step_s,
         engine_idle=1 - busy,
@@ -167,7 +168,7 @@ def step_of(
 
 
 class Loop:
-    """Generation batches, pushes and training, in the order of the real loop."""
+    """Generation batches, weight syncs and training, in the order of the real loop."""
 
     def __init__(
         self,
@@ -178,13 +179,13 @@ class Loop:
         *,
         nodes: int,
         ranks: int,
-        push_s: float,
+        sync_s: float,
         speed_beside: float = 1.0,
     ) -> None:
         self._group, self._sites, self._rng = group, sites, rng
         self._nodes, self._groups = nodes, node.completions // GROUP
         self._train_s = node.train_s / node.completion_tokens / ranks  # of a token
-        self._push_s, self._speed_beside = push_s, speed_beside
+        self._sync_s, self._speed_beside = sync_s, speed_beside
         self._balance = _Backlog(nodes) if 1 < nodes == len(sites) else None
         self._tokens: list[int] = []
         self._submitted_s: list[float] = []
@@ -223,13 +224,13 @@ class Loop:
         if lookahead == 0:
             self.submit()
         if lookahead >= 2:
-            self._push()
+            self._sync()
         batch = len(self.train_s)
         ends_s = max(site.finish(batch) for site in self._sites)
         self.generate_s.append(ends_s - self._submitted_s[batch])
         self._run_to(max(self.now, ends_s))
         if lookahead == 1:
-            self._push()
+            self._sync()
         if lookahead:
             self.submit(balances=lookahead >= 2)
         self.train_s.append(self._tokens[batch] * self._train_s)
@@ -237,17 +238,17 @@ class Loop:
         self._run_to(self.now + self.train_s[-1])
         self._set_speed(1 / self._speed_beside)
         if lookahead == 0:
-            self._push()
+            self._sync()
 
     def _set_speed(self, factor: float) -> None:
         if factor != 1.0:
             for site in self._sites:
                 site.change_speed(factor)
 
-    def _push(self) -> None:
+    def _sync(self) -> None:
         for site in self._sites:
-            site.pause(self._push_s)
-        self._run_to(self.now + self._push_s)
+            site.pause(self._sync_s)
+        self._run_to(self.now + self._sync_s)
 
     def _run_to(self, until_s: float) -> None:
         self.now = until_s
@@ -259,7 +260,7 @@ def colocated(node: Node, cluster: Cluster, lengths: Lengths, *, nodes: int, ste
     """All GPUs of a node sample its batch from one queue, and the next phase waits for the slowest node."""
     rng = random.Random(nodes)
     speeds = _speeds(rng, cluster, nodes)
-    push_s = scale_model.colocated(node, cluster, nodes=nodes).push_s
+    sync_s = scale_model.colocated(node, cluster, nodes=nodes).sync_s
     of_batches: list[tuple[float, float, float]] = []
     for _ in range(steps):
         sites = [Site([speed] * node.gpus, lengths.places) for speed in speeds]
@@ -274,7 +275,7 @@ def colocated(node: Node, cluster: Cluster, lengths: Lengths, *, nodes: int, ste
         busy_s = statistics.mean(site.busy_s for site in sites) / node.gpus
         of_batches.append((generate_s, busy_s, tokens * node.train_s / node.completion_tokens / (node.gpus * nodes)))
     generate_s, busy_s, train_s = (statistics.mean(values) for values in zip(*of_batches, strict=True))
-    step_s = generate_s + train_s + push_s
+    step_s = generate_s + train_s + sync_s
     idle = 1 - (busy_s + train_s) / step_s
     return Step(
         layout="colocated, sleep and wake",
@@ -282,7 +283,7 @@ def colocated(node: Node, cluster: Cluster, lengths: Lengths, *, nodes: int, ste
         engine_gpus=nodes * node.gpus,
         generate_s=generate_s,
         train_s=train_s,
-        push_s=push_s,
+        sync_s=sync_s,
         step_s=step_s,
         training_idle=idle,
         engine_idle=idle,

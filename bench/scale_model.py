@@ -3,20 +3,20 @@
 Every layout has the same N x G GPUs and trains on the same N x C completions a step. Sampling a completion takes s
 GPU-seconds of an engine, training on it t GPU-seconds of a rank; both split over GPUs without loss.
 
-- Node-local: R reserved GPUs of each node sample for the G - R others. Generation: C s / R, and the step waits for
-  the slowest node (below). Training: C t / (G - R). The push is the slower of its two legs, gather over the network
-  and broadcast inside the node (`_push_legs_s`), over the measured share of that bound which the own push reaches.
-  A step is generation + push + training, or with lookahead max(generation, training) + push over the measured share
-  of that bound.
+- Node-local: R inference GPUs of each node sample for the G - R others. Generation: C s / R, and the step waits for
+  the slowest node (below). Training: C t / (G - R). The weight sync is the slower of its two legs, gather over the
+  network and broadcast inside the node (`_sync_legs_s`), over the measured share of that bound which the own weight
+  sync reaches. A step is generation + weight sync + training, or with lookahead max(generation, training) + weight sync
+  over the measured share of that bound.
 - Central server: the S GPUs of one node sample for the G (N - 1) others; on a single node, R of its GPUs. Generation:
   N C s / S, and no wait for a slowest, for all requests stand in one queue. Rank 0 sends the weights to the server
   over the network while it gathers them: the slower of the two, over the same measured share. Prompts and completions
   cross the network (8 bytes a token). No lookahead, as in TRL's server mode.
 - Central pool: the same with N x R engine GPUs, one queue and lookahead: what a central server would have to become. A
   broadcast to many servers takes as long as to one (RDMA, pipelined). Ranks fill whole nodes.
-- Colocated: all GPUs sample, then all train: N C s / (N G), then N C t / (N G). The gather alone is the push. Between
-  the phases the engine's weights (bf16) go to host memory and come back, over the host link of each GPU. Nothing can
-  overlap. The smaller KV cache that an engine has beside ZeRO's states is not counted.
+- Colocated: all GPUs sample, then all train: N C s / (N G), then N C t / (N G). The gather alone is the weight sync.
+  Between the phases the engine's weights (bf16) go to host memory and come back, over the host link of each GPU.
+  Nothing can overlap. The smaller KV cache that an engine has beside ZeRO's states is not counted.
 
 The slowest of k engines that share no queue takes 1 + spread sqrt(2 ln k) times the mean (the limit for the largest of
 k normal values, which is a little too much for small k). What all layouts pay alike is left out: ZeRO-3's own traffic
@@ -46,10 +46,10 @@ class Node:
     """s: GPU-seconds of an engine for one completion."""
     train_s: float
     """t: GPU-seconds of a training GPU for one completion."""
-    push_efficiency: float = 1.0
+    sync_efficiency: float = 1.0
     """Of the bound that follows from the links; at most 1."""
     overlap_efficiency: float = 1.0
-    """Of max(generation, training) + push; at most 1."""
+    """Of max(generation, training) + weight sync; at most 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Step:
     generate_s: float
     """Until the last completion is there."""
     train_s: float
-    push_s: float
+    sync_s: float
     """Until every engine has the new weights, sleep and wake-up included."""
     step_s: float
     training_idle: float
@@ -91,16 +91,16 @@ def node_local(node: Node, cluster: Cluster, *, nodes: int, reserved: int, looka
     mean_s = node.completions * node.sample_s / reserved
     generate_s = mean_s * slowest_of(nodes, cluster.spread)
     train_s = node.completions * node.train_s / ranks
-    gather_s, broadcast_s = _push_legs_s(node, cluster, nodes=nodes, ranks_per_node=ranks)
-    push_s = max(gather_s, broadcast_s) / node.push_efficiency
-    step_s = _step_s(node, generate_s, train_s, push_s, lookahead)
+    gather_s, broadcast_s = _sync_legs_s(node, cluster, nodes=nodes, ranks_per_node=ranks)
+    sync_s = max(gather_s, broadcast_s) / node.sync_efficiency
+    step_s = _step_s(node, generate_s, train_s, sync_s, lookahead)
     return Step(
         layout=f"node-local, lookahead {lookahead}",
         nodes=nodes,
         engine_gpus=nodes * reserved,
         generate_s=generate_s,
         train_s=train_s,
-        push_s=push_s,
+        sync_s=sync_s,
         step_s=step_s,
         training_idle=1 - train_s / step_s,
         engine_idle=1 - mean_s / step_s,
@@ -129,10 +129,10 @@ def colocated(node: Node, cluster: Cluster, *, nodes: int) -> Step:
     mean_s = node.completions * node.sample_s / node.gpus
     generate_s = mean_s * slowest_of(nodes * node.gpus, cluster.spread)
     train_s = node.completions * node.train_s / node.gpus
-    gather_s, _ = _push_legs_s(node, cluster, nodes=nodes, ranks_per_node=node.gpus)
+    gather_s, _ = _sync_legs_s(node, cluster, nodes=nodes, ranks_per_node=node.gpus)
     sleep_and_wake_s = 2 * _seconds(node.parameters * WEIGHT_BYTES, cluster.host_gbps)
-    push_s = gather_s / node.push_efficiency + sleep_and_wake_s
-    step_s = _step_s(node, generate_s, train_s, push_s, lookahead=0)
+    sync_s = gather_s / node.sync_efficiency + sleep_and_wake_s
+    step_s = _step_s(node, generate_s, train_s, sync_s, lookahead=0)
     idle = 1 - (mean_s + train_s) / step_s
     return Step(
         layout="colocated, sleep and wake",
@@ -140,7 +140,7 @@ def colocated(node: Node, cluster: Cluster, *, nodes: int) -> Step:
         engine_gpus=nodes * node.gpus,
         generate_s=generate_s,
         train_s=train_s,
-        push_s=push_s,
+        sync_s=sync_s,
         step_s=step_s,
         training_idle=idle,
         engine_idle=idle,
@@ -173,35 +173,35 @@ def _central(layout: str, node: Node, cluster: Cluster, *, nodes: int, engine_gp
     """All requests in one queue, weights and completions over the network."""
     ranks = nodes * node.gpus - engine_gpus
     training_nodes = max(1, round(ranks / node.gpus))
-    gather_s, _ = _push_legs_s(node, cluster, nodes=training_nodes, ranks_per_node=ranks // training_nodes)
+    gather_s, _ = _sync_legs_s(node, cluster, nodes=training_nodes, ranks_per_node=ranks // training_nodes)
     link_gbps = cluster.network_gbps if nodes > 1 else cluster.nvlink_gbps
     send_s = _seconds(node.parameters * WEIGHT_BYTES, link_gbps)
     completions = nodes * node.completions
     transfer_s = _seconds(completions * node.completion_tokens * COMPLETION_TOKEN_BYTES, link_gbps)
     generate_s = completions * node.sample_s / engine_gpus + transfer_s
     train_s = completions * node.train_s / ranks
-    push_s = max(gather_s, send_s) / node.push_efficiency
-    step_s = _step_s(node, generate_s, train_s, push_s, lookahead)
+    sync_s = max(gather_s, send_s) / node.sync_efficiency
+    step_s = _step_s(node, generate_s, train_s, sync_s, lookahead)
     return Step(
         layout=layout,
         nodes=nodes,
         engine_gpus=engine_gpus,
         generate_s=generate_s,
         train_s=train_s,
-        push_s=push_s,
+        sync_s=sync_s,
         step_s=step_s,
         training_idle=1 - train_s / step_s,
         engine_idle=1 - generate_s / step_s,
     )
 
 
-def _step_s(node: Node, generate_s: float, train_s: float, push_s: float, lookahead: int) -> float:
+def _step_s(node: Node, generate_s: float, train_s: float, sync_s: float, lookahead: int) -> float:
     if lookahead:
-        return (max(generate_s, train_s) + push_s) / node.overlap_efficiency
-    return generate_s + push_s + train_s
+        return (max(generate_s, train_s) + sync_s) / node.overlap_efficiency
+    return generate_s + sync_s + train_s
 
 
-def _push_legs_s(node: Node, cluster: Cluster, *, nodes: int, ranks_per_node: int) -> tuple[float, float]:
+def _sync_legs_s(node: Node, cluster: Cluster, *, nodes: int, ranks_per_node: int) -> tuple[float, float]:
     """(gather, broadcast to the node's engines) at the speed of the links.
 
     Each of N nodes holds 1/N of the weights and receives the rest over the network, whatever algorithm gathers them;

@@ -19,7 +19,7 @@ SHARE_OF_MIDDLES = 0.2
 
 
 class Game:
-    """One for each completion of a batch. It is told its secret by the data set, and scores itself."""
+    """One for each completion of a batch. It is given its secret by the data set, and scores itself."""
 
     def reset(self, secret: int, **_) -> str:
         """Begins a new game. What it returns stands behind the prompt."""

@@ -1,4 +1,4 @@
-"""What the trainer calls to generate and to push: `LocalVLLM` stands in TRL's seam, in place of `VLLMGeneration`."""
+"""What the trainer calls to generate and to sync: `LocalVLLM` stands in TRL's seam, in place of `VLLMGeneration`."""
 
 import contextlib
 import logging
@@ -11,12 +11,12 @@ import numpy as np
 
 from grpo.config import GRPOConfig
 from grpo.engine.client import EngineError
-from grpo.engine.supervisor import EngineSupervisor, Respawn
+from grpo.engine.supervisor import EngineRestart, EngineSupervisor
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
 from grpo.place.startup import StartupClock, process_age_s
 from grpo.record.timeline.recorder import Recorder
-from grpo.record.timeline.records import PUSH, RESPAWN, START, WAIT_GENERATE
+from grpo.record.timeline.records import RESTART, START, SYNC, WAIT_GENERATE
 from grpo.rollout.ahead import GenerationBatch, Progress
 from grpo.rollout.facts import facts_of
 from grpo.rollout.packing import REFUSED, Completions, SingleValues, to_lists
@@ -24,14 +24,14 @@ from grpo.rollout.prompts import Prompts
 from grpo.rollout.refused import Refusals
 from grpo.rollout.report import figures_of_nodes, generation_metrics
 from grpo.rollout.turns.batch import PHASE as ROLLOUT
+from grpo.rollout.turns.episode import Episode
 from grpo.rollout.turns.rollouts import Rollouts, without_empty
 from grpo.rollout.turns.sampler import Sampler, Turn
-from grpo.rollout.turns.serving import RankConversations
-from grpo.rollout.turns.talk import Talk
+from grpo.rollout.turns.serving import RankEpisodes
 from grpo.rollout.turns.tools import ToolRunner
 from grpo.serving import Serving, ServingStart
 from grpo.weights.delivery import WeightDelivery
-from grpo.weights.report import PushReport
+from grpo.weights.report import WeightSyncReport
 from grpo.weights.trained import TrainedModel
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class LocalVLLM:
             rank, when there is none.
         engine_ids: of the prompts with images that are asked for, this rank's token ids with one placeholder for each
             image.
-        on_respawn: hears of every engine of the job that has come back, on every rank.
+        on_restart: hears of every engine of the job that has come back, on every rank.
         rollouts: what turns a prompt into several turns; None: every prompt is sampled once.
         timeline: where it is recorded what takes how long.
     """
@@ -67,7 +67,7 @@ class LocalVLLM:
         *,
         prompts_of_batch: Callable[[int], list[list[int]] | None] = lambda number: None,
         engine_ids: Callable[[], Sequence[Sequence[int]]] = list,
-        on_respawn: Callable[[Respawn], None] = lambda respawn: None,
+        on_restart: Callable[[EngineRestart], None] = lambda restart: None,
         rollouts: Rollouts | None = None,
         timeline: Recorder | None = None,
     ) -> None:
@@ -76,24 +76,24 @@ class LocalVLLM:
         self.startup = StartupClock()
         self.last_batch: GenerationBatch | None = None
         self._last_prompt_tokens: list[int] = []
-        self.last_push: PushReport | None = None  # over the whole job
+        self.last_sync: WeightSyncReport | None = None  # over the whole job
         self._trained = trained
         self._groups = groups
         self._watch = watch
         self._progress = progress
         self._prompts_of_batch = prompts_of_batch
         self._engine_ids = engine_ids
-        self._on_respawn = on_respawn
+        self._on_restart = on_restart
         self._rollouts = rollouts
-        self.last_talks: tuple[list[Talk], ToolRunner | None] = ([], None)
-        """Of the last batch, this rank's conversations, and who ran their tools."""
+        self.last_episodes: tuple[list[Episode], ToolRunner | None] = ([], None)
+        """Of the last batch, this rank's episodes, and who ran their tools."""
         self._timeline = timeline or Recorder()
         self._refusals = Refusals(args.vllm_max_refused)
         self._versions = 0
         self._newest_version: int | None = None
         self.eval_sampling: Mapping[str, Any] = {}
         """vLLM's sampling arguments of the evaluation that runs, in place of training's."""
-        self._told: dict[str, PushReport] = {}  # by mode: the last push that is in its metrics
+        self._reported: dict[str, WeightSyncReport] = {}  # by mode: the last weight sync that is in its metrics
         self.kept_batches: list[dict[str, Any]] = []  # by `keep_ahead`, of the checkpoint that training goes on from
         self._serving: Serving | None = None
         self._is_closed = False
@@ -114,23 +114,23 @@ class LocalVLLM:
             progress=self._progress_now,
             prompts_of_batch=self._prompts_of_batch,
             revive=self._revive,
-            on_respawn=self._hear_of_respawn,
+            on_restart=self._hear_of_restart,
         ).wait()
 
     @property
-    def _conversations(self) -> RankConversations | None:
-        return None if self._serving is None else self._serving.conversations
+    def _episode_batches(self) -> RankEpisodes | None:
+        return None if self._serving is None else self._serving.multi_turn
 
-    # -- push -----------------------------------------------------------------------------------------------------
+    # -- weight sync ----------------------------------------------------------------------------------------------
 
     @property
     def delivery(self) -> WeightDelivery:
         """Once the engines have weights."""
-        assert self._serving is not None, "nothing was pushed"
+        assert self._serving is not None, "nothing was synced"
         return self._serving.delivery
 
     def sync_weights(self) -> None:
-        """Push the trainer's weights to all engines and verify it where that is due. Collective over the job.
+        """Sync the trainer's weights to all engines and verify it where that is due. Collective over the job.
 
         Raises:
             JobFailed: on every rank, when an engine failed on any node or a verification did not hold.
@@ -142,18 +142,18 @@ class LocalVLLM:
             self._timeline.add(START, (now := time.monotonic()) - process_age_s(), now)
         serving = self._serving
         self.rest_for_weights()
-        self.last_push = self._deliver(serving)
+        self.last_sync = self._deliver(serving)
         step = self._progress_now().step
         self._versions += step != self._newest_version  # once more around an evaluation, which makes no batch older
         self._newest_version = step
 
-    def _deliver(self, serving: Serving) -> PushReport:
+    def _deliver(self, serving: Serving) -> WeightSyncReport:
         step = self._progress_now().step
         samples_on = serving.delivery.adapter_number is not None  # each completion with its own adapter
         pool = None if samples_on else serving.pool
         with (
-            self._timeline.span(PUSH),
-            self._watch.during("push"),
+            self._timeline.span(SYNC),
+            self._watch.during("sync"),
             pool.accounts.busy_otherwise() if pool is not None else contextlib.nullcontext(),
         ):
             try:
@@ -162,14 +162,14 @@ class LocalVLLM:
                 with contextlib.suppress(EngineError):  # one that does not end hides nothing
                     self.close()  # the engines are of no use any more; and whatever waits for them ends
                 raise
-        if serving.conversations is not None:
-            serving.conversations.delivered()
+        if serving.multi_turn is not None:
+            serving.multi_turn.delivered()
         if serving.pool is not None:
             serving.pool.take_up(self.engines.clients, policy_version=step, adapter=serving.delivery.adapter_number)
         return report
 
     def forget_sent(self) -> None:
-        """Let the next push bring all weights, frozen ones too. On every rank, but not collective."""
+        """Let the next weight sync bring all weights, frozen ones too. On every rank, but not collective."""
         if self._serving is not None:
             self._serving.delivery.forget_sent()
 
@@ -202,15 +202,15 @@ class LocalVLLM:
 
         Raises:
             JobFailed: on every rank, when an engine failed on any node.
-            RuntimeError: what was sampled ahead is not what is asked for; or nothing was pushed yet.
+            RuntimeError: what was sampled ahead is not what is asked for; or nothing was synced yet.
         """
         del num_generations
         self._check_open()
         if self._serving is None:
             raise RuntimeError("generate before sync_weights: the engines have no weights yet")
         profiler = profiler or contextlib.nullcontext()
-        if self._conversations is not None:
-            turns = self._first_turns(self._conversations, prompts, profiler)
+        if self._episode_batches is not None:
+            turns = self._first_turns(self._episode_batches, prompts, profiler)
             return prompts, [ids for ids, _ in turns], [SingleValues(logprobs) for _, logprobs in turns], None
         self._watch.check()
         batches = self._serving.batches
@@ -242,26 +242,28 @@ class LocalVLLM:
 
     def _first_turns(
         self,
-        conversations: RankConversations,
+        multi_turn: RankEpisodes,
         prompts: list[list[int]],
         profiler: contextlib.AbstractContextManager,
     ) -> list[tuple[list[int], list[float]]]:
         """Inside of a rollout function one more turn of each prompt, of this rank alone; else the first turn of whole
-        conversations, which are in `last_talks` then."""
-        if conversations.sampler is not None:
-            turns = conversations.sampler.sample_all(prompts)
+        episodes, which are in `last_episodes` then."""
+        if multi_turn.sampler is not None:
+            turns = multi_turn.sampler.sample_all(prompts)
             return [self._nothing() if turn.refusal is not None else (turn.token_ids, turn.logprobs) for turn in turns]
-        if conversations.is_function:
+        if multi_turn.is_function:
             raise RuntimeError("generate is for the rollout function, while it runs; its batch is over")
         with profiler, self._in_rollout():
-            talks, tools, self.last_batch = conversations.talk(prompts)
-        self.last_talks = talks, tools
+            episodes, tools, self.last_batch = multi_turn.episode(prompts)
+        self.last_episodes = episodes, tools
         self._last_prompt_tokens = [len(prompt) for prompt in prompts]
-        for talk in talks:
-            if talk.refusal is not None:
-                talk.add(*self._nothing())
-                talk.first_turn = 1
-        return [(talk.token_ids[: talk.first_turn], talk.logprobs[: talk.first_turn]) for talk in talks]
+        for episode in episodes:
+            if episode.refusal is not None:
+                episode.add(*self._nothing())
+                episode.first_turn = 1
+        return [
+            (episode.token_ids[: episode.first_turn], episode.logprobs[: episode.first_turn]) for episode in episodes
+        ]
 
     def roll_out(self, func: Callable[[], dict[str, Any]], prompts: Sequence[Any]) -> dict[str, Any]:
         """Run a rollout function of the user's, which calls `generate` or `sample` as often as it likes. Collective.
@@ -271,10 +273,10 @@ class LocalVLLM:
             TimeoutError: it has not ended within `rollout_timeout`.
         """
         self._check_open()
-        if self._conversations is None:
+        if self._episode_batches is None:
             raise RuntimeError("roll_out before sync_weights: the engines have no weights yet")
         with self._in_rollout():
-            output, self.last_batch = self._conversations.roll_out(func, prompts)
+            output, self.last_batch = self._episode_batches.roll_out(func, prompts)
         self._last_prompt_tokens = [len(prompt) for prompt in output["prompt_ids"]]
         left_out = np.flatnonzero(self.last_batch.completions.policy_versions == REFUSED).tolist()
         return without_empty(output, left_out, *self._nothing())
@@ -291,7 +293,7 @@ class LocalVLLM:
     @property
     def sampler(self) -> Sampler:
         """Of the batch that a rollout function makes now."""
-        if self._conversations is None or (sampler := self._conversations.sampler) is None:
+        if self._episode_batches is None or (sampler := self._episode_batches.sampler) is None:
             raise RuntimeError("sample is for rollout functions, while one runs")
         return sampler
 
@@ -352,34 +354,34 @@ class LocalVLLM:
         """Optimizer steps of the weights by which the last batch was asked for."""
         return 0 if self.last_batch is None else self.last_batch.policy_version
 
-    def _hear_of_respawn(self, respawn: Respawn) -> None:
-        if respawn.node == self.engines.topology.node:
-            self._timeline.add(RESPAWN, (now := time.monotonic()) - respawn.seconds, now, f"engine {respawn.index}")
-        self._on_respawn(respawn)
+    def _hear_of_restart(self, restart: EngineRestart) -> None:
+        if restart.node == self.engines.topology.node:
+            self._timeline.add(RESTART, (now := time.monotonic()) - restart.seconds, now, f"engine {restart.index}")
+        self._on_restart(restart)
 
     # -- metrics and end ------------------------------------------------------------------------------------------
 
     def metrics(self, mode: str) -> dict[str, float]:
-        """Of the last generation batch, and of the last push if `mode` has not been told of it; over the job."""
+        """Of the last generation batch, and of the last weight sync if `mode` has not been told of it; over the job."""
         metrics = {}
         if self.last_batch is not None:
             metrics = generation_metrics(self.last_batch.reports, self.last_batch.lag)
         if self._serving is not None:
             metrics |= self._serving.delivery.metrics()
-        if self._conversations is not None:
-            metrics |= self._conversations.metrics
-        if self._serving is not None and self.last_push is not None and self._told.get(mode) is not self.last_push:
-            self._told[mode] = self.last_push
-            metrics |= self.last_push.metrics()
-            if self.last_push.gap is not None:
-                metrics["push/logprob_gap_limit"] = self._serving.delivery.prover.limit
+        if self._episode_batches is not None:
+            metrics |= self._episode_batches.metrics
+        if self._serving is not None and self.last_sync is not None and self._reported.get(mode) is not self.last_sync:
+            self._reported[mode] = self.last_sync
+            metrics |= self.last_sync.metrics()
+            if self.last_sync.gap is not None:
+                metrics["weight_sync/logprob_gap_limit"] = self._serving.delivery.verifier.limit
         return metrics
 
     def by_node(self) -> dict[str, list[float]]:
         """The newest figures of each node, in their order."""
         found = {} if self.last_batch is None else figures_of_nodes(self.last_batch.reports)
         if self._serving is not None and self._serving.delivery.total_s_by_node:
-            found["push/total_s"] = self._serving.delivery.total_s_by_node
+            found["weight_sync/total_s"] = self._serving.delivery.total_s_by_node
         return found
 
     def _check_open(self) -> None:
@@ -391,8 +393,8 @@ class LocalVLLM:
         self._is_closed = True
         if self._serving is not None:
             self._serving.delivery.close()
-        if self._conversations is not None:
-            self._conversations.close()
+        if self._episode_batches is not None:
+            self._episode_batches.close()
         try:
             self.engines.close()
         finally:

@@ -1,4 +1,4 @@
-"""What a rank has to push and to sample with, once all engines of the job take work."""
+"""What a rank has to sync and to sample with, once all engines of the job take work."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from grpo.config.models import (
     without_tokens,
 )
 from grpo.engine.messages import EngineSpec
-from grpo.engine.supervisor import START_PHASE, EngineSupervisor, Respawn
+from grpo.engine.supervisor import START_PHASE, EngineRestart, EngineSupervisor
 from grpo.faults.failure import JobFailed
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
@@ -33,12 +33,12 @@ from grpo.rollout.prompts import Prompts
 from grpo.rollout.turns.batch import BatchLimits
 from grpo.rollout.turns.broker import TurnBroker
 from grpo.rollout.turns.rollouts import Rollouts
-from grpo.rollout.turns.serving import RankConversations
+from grpo.rollout.turns.serving import RankEpisodes
 from grpo.weights.delivery import WeightDelivery
 from grpo.weights.engine_args import transfer_args
 from grpo.weights.names import some
-from grpo.weights.push import Pusher, load_transport
 from grpo.weights.source import GatheredSource
+from grpo.weights.sync import WeightSyncer, load_transport
 from grpo.weights.trained import TrainedModel
 from grpo.weights.wire_format import WireFormat, agreed, ask_engines
 
@@ -71,7 +71,7 @@ class _EngineFacts(Wire):
     max_model_len: int
     wire_format: WireFormat
     turns_address: str | None = None
-    """Where the node's ranks have turns of conversations sampled, if there are any."""
+    """Where the node's ranks have turns of episodes sampled, if there are any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,20 +82,20 @@ class Serving:
     delivery: WeightDelivery
     pool: EnginePool | None
     """On the local main."""
-    conversations: RankConversations | None
+    multi_turn: RankEpisodes | None
     """Where prompts become several turns."""
 
     def wait(self) -> None:
         """Wait for all batches that are sampled ahead. Collective over the job."""
         self.batches.wait()
-        if self.conversations is not None:
-            self.conversations.wait()
+        if self.multi_turn is not None:
+            self.multi_turn.wait()
 
     def drop(self) -> None:
         """Forget what is sampled ahead. On every rank, but not collective."""
         self.batches.drop()
-        if self.conversations is not None:
-            self.conversations.drop()
+        if self.multi_turn is not None:
+            self.multi_turn.drop()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class ServingStart:
     """See `GenerationBatches`."""
     revive: Callable[[], None]
     """Brings new engines, with weights, to nodes whose engines are all gone; collective over the job."""
-    on_respawn: Callable[[Respawn], None]
+    on_restart: Callable[[EngineRestart], None]
 
     def wait(self) -> Serving:
         """Wait for the engines of the job and meet them. Collective."""
@@ -135,13 +135,13 @@ class ServingStart:
         of_nodes = [each for each in of_ranks if each is not None]
         self.engines.supervise()
         self.startup.engine_s = max(each.startup_s for each in of_nodes)
-        _log.info("all engines take work; the first push brings them the weights")
+        _log.info("all engines take work; the first weight sync brings them the weights")
         wire_format = agreed([each.wire_format for each in of_nodes])
         source.adopt(wire_format)
         if wire_format.unplaced:
             _log.info("the engines have no place for %s, and sample without", some([*wire_format.unplaced]))
         user_seed = (args.generation_kwargs or {}).get("seed")
-        prover = self.trained.prover(
+        verifier = self.trained.verifier(
             args,
             clients,
             min(each.max_model_len for each in of_nodes),
@@ -160,7 +160,7 @@ class ServingStart:
             in_flight=args.generation_lookahead > 1 and not self.trained.adapters_travel,
             continues=can_continue(args),
         )
-        pusher = Pusher(
+        syncer = WeightSyncer(
             source,
             clients,
             backend=_backend(self.args, self.engines.topology),
@@ -172,20 +172,20 @@ class ServingStart:
             on_paused=(lambda version, of_engines: None) if pool is None else pool.note_paused,
             adapters_in_use=set if pool is None else pool.adapters_in_use,
         )
-        self.engines.before_respawn = pusher.abort
+        self.engines.before_restart = syncer.abort
         return Serving(
             batches=batches,
-            conversations=self._converse(batches, pool, broker, of_nodes),
+            multi_turn=self._rank_episodes(batches, pool, broker, of_nodes),
             delivery=WeightDelivery(
                 self.engines,
-                pusher,
-                prover,
+                syncer,
+                verifier,
                 self.groups,
                 self.watch,
                 wire_format=wire_format,
                 timeout_s=args.vllm_sync_timeout,
-                tell=self.on_respawn,
-                trial=self.trained.trial(prover, lambda mine: min(self._of_all(mine))),
+                tell=self.on_restart,
+                trial=self.trained.trial(verifier, lambda mine: min(self._of_all(mine))),
             ),
             pool=pool,
         )
@@ -194,16 +194,16 @@ class ServingStart:
         """A number of each rank. Collective."""
         return self.groups.exchange(self.watch, None, mine, float)
 
-    def _converse(
+    def _rank_episodes(
         self,
         batches: GenerationBatches,
         pool: EnginePool | None,
         broker: TurnBroker | None,
         of_nodes: Sequence[_EngineFacts],
-    ) -> RankConversations | None:
+    ) -> RankEpisodes | None:
         if self.rollouts is None:
             return None
-        return RankConversations(
+        return RankEpisodes(
             self.rollouts,
             self.groups,
             self.watch,

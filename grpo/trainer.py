@@ -1,7 +1,7 @@
 """`GRPOTrainer`: TRL's, generating on the node's own engines.
 
 The loop is TRL's and reads like the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300): sample a group of
-completions per prompt, score them, train on their advantages, push the new weights. This class replaces where the
+completions per prompt, score them, train on their advantages, sync the new weights. This class replaces where the
 samples come from and how the weights get there.
 """
 
@@ -185,7 +185,7 @@ class GRPOTrainer(EvaluatingTrainer):
                 log_folder=Path(args.output_dir) / LOGS_FOLDER,
                 attempt=self.attempt,
                 timeout_s=args.vllm_start_timeout,
-                max_respawns=args.vllm_max_respawns,
+                max_restarts=args.vllm_max_restarts,
                 standby=args.vllm_standby,
                 stopped_timeout_s=args.heartbeat_timeout,
                 stall_timeout_s=args.vllm_stall_timeout,
@@ -222,7 +222,7 @@ class GRPOTrainer(EvaluatingTrainer):
                 self._progress,
                 prompts_of_batch=self.prompts_of_batch,
                 engine_ids=lambda: self._engine_ids,
-                on_respawn=lambda respawn: self.record_respawn(str(respawn)),
+                on_restart=lambda restart: self.record_restart(str(restart)),
                 rollouts=self._take_rollouts(),
                 timeline=self.timeline,
             )
@@ -302,7 +302,9 @@ class GRPOTrainer(EvaluatingTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL's; a failure on any rank raises on every rank that can raise, with one record."""
         with self._guarded("train"):
-            self._last_loaded_step = -1  # TRL would leave out a second `train`'s first push where both begin at a step
+            self._last_loaded_step = (
+                -1
+            )  # TRL would leave out a second `train`'s first weight sync where both begin at a step
             if self._local is not None:
                 self._local.forget_sent()  # whatever happened to frozen weights since the last one
             try:
@@ -312,11 +314,11 @@ class GRPOTrainer(EvaluatingTrainer):
                     self._local.drop_ahead()
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample: TRL pushes the weights where they have changed, then asks for completions."""
+        """Sample: TRL syncs the weights where they have changed, then asks for completions."""
         if self._local is None:
             return super()._generate_single_turn(*args, **kwargs)
         with profiling_context(self, "vLLM.generate"):
-            self._local.rest_for_weights()  # here, so that TRL's timer of the push does not count it
+            self._local.rest_for_weights()  # here, so that TRL's timer of the weight sync does not count it
         completions = super()._generate_single_turn(*args, **kwargs)
         self.note_sampling(self._local)
         return completions

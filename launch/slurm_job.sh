@@ -103,7 +103,7 @@ run_attempt() {
 conclude_attempt() {
     local node left=() next=0
     if ((status == 2)); then # on every node, for srun returns the highest code
-        say "grpo launch did not understand what it was told, or is not installed: $output_dir/logs says more"
+        say "grpo launch did not understand what it was reported, or is not installed: $output_dir/logs says more"
         exit 2
     fi
     if ((status == 0)); then

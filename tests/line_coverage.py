@@ -93,8 +93,8 @@ def disagreements(
         if row is None:
             found.append(f"{name}: {shown(lines)} not reached, and not in the table")
         elif not row.allows(len(lines)):
-            told = f"{row.fewest}" if row.fewest == row.most else f"{row.fewest}-{row.most}"
-            found.append(f"{name}: the table says {told} statements, not reached are {len(lines)}: {shown(lines)}")
+            reported = f"{row.fewest}" if row.fewest == row.most else f"{row.fewest}-{row.most}"
+            found.append(f"{name}: the table says {reported} statements, not reached are {len(lines)}: {shown(lines)}")
         if row is not None and not row.reached_by.startswith(NOT_GPU):
             named = set(re.findall(r"`(test_\w+)`", row.reached_by))
             unknown = sorted(named - gpu_tests) or ([] if named else [row.reached_by])

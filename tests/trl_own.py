@@ -27,8 +27,8 @@ from trl import import_utils
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.engine.messages import Sample
 from grpo.weights.limits import gap_between
-from grpo.weights.proof import Prover
 from grpo.weights.report import LogprobGap
+from grpo.weights.verifier import Verifier
 from tests.support.scripted_trainer import use_scripted_engines
 from tests.support.trl_models import OWNER, save_models, save_prompts
 
@@ -62,7 +62,7 @@ def made_up_tokens(sample: Sample, number: int) -> list[int]:
     return rng.integers(*letters, rng.integers(1, length + 1)).tolist()  # of lengths that rewards tell apart
 
 
-def no_gap(prover: Prover, engine: Any, expected: np.ndarray) -> LogprobGap:
+def no_gap(verifier: Verifier, engine: Any, expected: np.ndarray) -> LogprobGap:
     """Of an engine that does not know how long an image is."""
     return gap_between(expected.tolist(), expected, has_routers=False)
 
@@ -118,7 +118,7 @@ def main() -> int:
             classes = {"GRPOTrainer": GRPOTrainer, "GRPOConfig": config}
         if args.mode == "local":
             use_scripted_engines(patch, tokens_of=made_up_tokens)
-            patch.setattr(Prover, "_picture_gap", no_gap)
+            patch.setattr(Verifier, "_picture_gap", no_gap)
         outcomes = Outcomes(classes)
         options = ["-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider", "-p", "no:xdist", "-ra"]
         options += ["-o", "markers=slow"]

@@ -97,13 +97,13 @@ def missed(mutants: Sequence[Mutant], verdicts: Mapping[str, str]) -> list[str]:
 
 @contextlib.contextmanager
 def copy_of(root: Path) -> Iterator[Path]:
-    """The files that git tracks, or would, as they are now; links stay links. Room for temporary files beside it."""
+    """The files that git tracks, or would, as they are now; links stay links. Space for temporary files beside it."""
     listed = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split("\0")
     with tempfile.TemporaryDirectory(prefix="grpo-mutants-", ignore_cleanup_errors=True) as folder:
         copy = Path(folder, "copy")
         for name in names:
-            if name and os.path.lexists(root / name):  # else it was removed, and git has not been told
+            if name and os.path.lexists(root / name):  # else it was removed, and git has not been reported
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, copy / name, follow_symlinks=False)
         Path(folder, "tmp").mkdir()

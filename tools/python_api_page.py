@@ -22,7 +22,7 @@ PROMISED = {
 GIVEN = {
     "LocalVLLM.sample": (
         "grpo/local_vllm.py",
-        "`trainer.vllm_generation` in a [rollout function](conversations.md#rollout-functions).",
+        "`trainer.vllm_generation` in a [rollout function](multi_turn.md#rollout-functions).",
     ),
     "Sampler.sample": ("grpo/rollout/turns/sampler.py", "The arguments of that call in full."),
     "Turn": ("grpo/rollout/turns/sampler.py", "What `sample` returns."),

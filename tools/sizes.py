@@ -39,10 +39,10 @@ CODE_LINES = {
     # Faults, second look, 1,150: engines and ranks that are alive and stuck 700, sentinels that come back after a cut
     # 250, prompts of which engines die, figures that are no numbers, time for a cold start.
     # What GPUs need beside them (driver, C compiler, Python.h) 95, a folder that hangs 55.
-    # Several batches under way, 650: pause and salt 110, adapters of several pushes 160, ages and accounts 120, the
-    # engines' log-probabilities under PPO's clip 120, backlog 30, senders and refusals moved into files of their own.
-    # Out of memory told by phase 75, files and flags that are mixed up 20, versions outside of the tested ranges 35.
-    # Which arguments are not at their defaults 10.
+    # Several batches under way, 650: pause and salt 110, adapters of several weight syncs 160, ages and accounts 120,
+    # the engines' log-probabilities under PPO's clip 120, backlog 30, senders and refusals moved into files of their
+    # own. Out of memory told by phase 75, files and flags that are mixed up 20, versions outside of the tested ranges
+    # 35. Which arguments are not at their defaults 10.
     # Text of multimodal and hybrid checkpoints, 210: what takes no part in it, processors, adapters around towers.
     # A dead engine's own error in place of vLLM's word of it, packages that do not fit torch 25.
     # Images, 565: where they are and what does not go with them 90, their way to the engines 140, forward passes 140, a
@@ -52,10 +52,10 @@ CODE_LINES = {
     # order of one's own for prompts 40.
     # A door for agents 1,030: server and protocol 400, chains of token ids 150, agents and commands 290, templates that
     # only append 80, their place in TRL's batch and options 110.
-    # All buckets of a push in one call 105: pipes beside shared memory 60, the workers end of NCCL 25, deadlines 20.
-    # Batches ahead in a checkpoint, also for other numbers of ranks, 140.
+    # All buckets of a weight sync in one call 105: pipes beside shared memory 60, the workers end of NCCL 25, deadlines
+    # 20. Batches ahead in a checkpoint, also for other numbers of ranks, 140.
     # Completions that have not ended in a checkpoint, and engines that continue them, 190.
-    # Conversations, environments, agents and rollout functions that go on while ranks train 315.
+    # Episodes, environments, agents and rollout functions that go on while ranks train 315.
     # Nodes with different numbers of ranks and engines 32: what they tell each other, work by engines, shards of a
     # number of ranks that divides no layer. Timeouts handed in 30.
     "core": 21_262,

@@ -103,11 +103,11 @@ def read_rank_records(folder: Path, ranks: Iterable[int]) -> tuple[dict[str, Fil
     for rank in ranks:
         path = folder / record_name(rank)
         try:
-            told = json.loads(path.read_text())
+            reported = json.loads(path.read_text())
         except FileNotFoundError:
             missing.append(rank)
             continue
-        sums |= {name: FileSum(**found) for name, found in told.items()}
+        sums |= {name: FileSum(**found) for name, found in reported.items()}
         sums[path.name] = sum_of(path)
     return sums, missing
 
@@ -281,7 +281,7 @@ def check_world_size(folder: Path, record: CompleteRecord, world_size: int) -> N
     raise ValueError(
         f"{folder} is for {record.world_size} training processes, this job has {world_size} [GRPO-706]: optimizer "
         f"states and random numbers belong to {record.world_size} processes. Start {record.world_size} again (another "
-        f"number of reserved GPUs or engines is no matter), or make it one for {world_size}: "
+        f"number of inference GPUs or engines is no matter), or make it one for {world_size}: "
         f"grpo reshape {folder} --ranks {world_size}"
     )
 

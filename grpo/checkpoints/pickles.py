@@ -50,7 +50,7 @@ def load_mapped(path: Path) -> Any:
         OSError, RuntimeError: it cannot be read.
     """
     check_pickle(path)
-    with allowed():  # DeepSpeed can be told to write the older format, which cannot be mapped
+    with allowed():  # DeepSpeed can be asked to write the older format, which cannot be mapped
         return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
 
 

@@ -1,6 +1,6 @@
 """Which checkpoint a run goes on from: the newest one whose every file is as it was written.
 
-All ranks read, each its share, and take the same decision. What is damaged is laid aside, and the one before it is
+All ranks read, each its share, and take the same decision. What is damaged is quarantined, and the one before it is
 taken; a checkpoint that was asked for by name is never replaced by another.
 """
 
@@ -21,7 +21,7 @@ from grpo.checkpoints.checkpoints import (
     verify,
 )
 from grpo.checkpoints.pickles import check_pickle
-from grpo.checkpoints.rotation import damaged_in, set_damaged_aside
+from grpo.checkpoints.rotation import damaged_in, quarantine_damaged
 from grpo.groups.node_groups import NodeGroups
 
 MEET_S = 300.0  # while files are read, which takes as long as the disk is slow
@@ -56,13 +56,13 @@ def named_checkpoint(wish: str) -> CompleteCheckpoint:
 
 
 def newest_checkpoint(
-    output_dir: Path, *, has_to_be: bool, told: Sequence[str]
+    output_dir: Path, *, has_to_be: bool, reported: Sequence[str]
 ) -> tuple[CompleteCheckpoint | None, list[str]]:
-    """The newest complete checkpoint, and notes for the user. What is newer and damaged is laid aside.
+    """The newest complete checkpoint, and notes for the user. What is newer and damaged is quarantined.
 
     Args:
         has_to_be: whether a fresh start will not do.
-        told: earlier notes, for the error.
+        reported: earlier notes, for the error.
 
     Raises:
         ValueError: there is none, and there was one, or has to be.
@@ -72,7 +72,7 @@ def newest_checkpoint(
         try:
             record = read_resumable(folder)
         except Damaged as problem:
-            notes.append(lay_aside(folder, str(problem)))
+            notes.append(quarantine_saying(folder, str(problem)))
         except ValueError as problem:
             notes.append(f"passed over: {problem}")
         else:
@@ -83,15 +83,15 @@ def newest_checkpoint(
             f"no checkpoint is left to go on from in {output_dir} [GRPO-704]: damaged is {names}. To begin afresh, set "
             "another output_dir, or remove what is damaged"
         )
-        raise ValueError("; ".join([none_left, *told, *notes]))
+        raise ValueError("; ".join([none_left, *reported, *notes]))
     if has_to_be:
         raise ValueError("; ".join([f"there is no complete checkpoint to resume from in {output_dir}", *notes]))
     return None, notes
 
 
-def lay_aside(folder: Path, problem: str) -> str:
+def quarantine_saying(folder: Path, problem: str) -> str:
     """Rename a damaged checkpoint; the warning about it."""
-    return f"WARNING: {problem}. It is now {set_damaged_aside(folder)}, and the checkpoint before it is taken"
+    return f"WARNING: {problem}. It is now {quarantine_damaged(folder)}, and the checkpoint before it is taken"
 
 
 def choose(
@@ -122,7 +122,7 @@ def choose(
         checkpoint, found = (
             (named_checkpoint(str(wish)), [])
             if is_named
-            else newest_checkpoint(output_dir, has_to_be=wish is True, told=notes)
+            else newest_checkpoint(output_dir, has_to_be=wish is True, reported=notes)
         )
         if checkpoint is not None:
             check_world_size(checkpoint.folder, checkpoint.record, world_size)
@@ -142,7 +142,7 @@ def choose(
         problem = "; ".join(problems)
         if is_named:
             raise ValueError(f"{problem}. This checkpoint was asked for by name: name another one, or 'auto'")
-        notes.append(groups.by_rank_zero(partial(lay_aside, checkpoint.folder, problem), str))
+        notes.append(groups.by_rank_zero(partial(quarantine_saying, checkpoint.folder, problem), str))
 
 
 def _problems_of(groups: NodeGroups, checkpoint: CompleteCheckpoint, names: list[str]) -> list[str]:

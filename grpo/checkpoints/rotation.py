@@ -1,7 +1,7 @@
-"""Which checkpoints go, which are laid aside, and whether there is room for one more.
+"""Which checkpoints go, which are quarantined, and whether there is space for one more.
 
-What is laid aside (another branch of the run, a damaged one) is a person's to look at, but no disk's to fill: of all of
-them the `KEPT_ASIDE` that were written last stay.
+What is quarantined (another branch of the run, a damaged one) is a person's to look at, but no disk's to fill: of all
+of them the `KEPT_QUARANTINED` that were written last stay.
 """
 
 import errno
@@ -21,7 +21,7 @@ from grpo.checkpoints.checkpoints import (
 from grpo.record.durable import sync_folder
 
 LEAST_KEPT = 2  # complete ones: the newest may turn out to be damaged
-KEPT_ASIDE = 2
+KEPT_QUARANTINED = 2
 ABANDONED = "abandoned.attempt-{}"
 DELETED_PREFIX = ".deleted-"
 
@@ -100,7 +100,7 @@ def begin_partial(folder: Path) -> None:
     sync_folder(folder)
 
 
-def set_aside(output_dir: Path, *, after_step: int, attempt: int) -> list[Path]:
+def quarantine(output_dir: Path, *, after_step: int, attempt: int) -> list[Path]:
     """Move checkpoints of later steps into `abandoned.attempt-<k>`: another branch, which nobody goes on with.
 
     They would otherwise be taken for the newest ones, and the new branch's for old ones.
@@ -118,7 +118,7 @@ def set_aside(output_dir: Path, *, after_step: int, attempt: int) -> list[Path]:
     return moved
 
 
-def set_damaged_aside(folder: Path) -> Path:
+def quarantine_damaged(folder: Path) -> Path:
     """Rename a damaged checkpoint so that it is not taken again; where it is now."""
     target = folder.with_name(DAMAGED_PREFIX + folder.name)
     _replace(folder, target)
@@ -133,23 +133,23 @@ def _replace(folder: Path, target: Path) -> None:
 
 
 def damaged_in(output_dir: Path) -> list[Path]:
-    """Checkpoints that were laid aside as damaged."""
+    """Checkpoints that were quarantined as damaged."""
     return sorted(output_dir.glob(f"{DAMAGED_PREFIX}{NAME_PREFIX}*"))
 
 
-def bound_set_aside(output_dir: Path) -> list[Path]:
-    """Delete all that was laid aside but for the `KEPT_ASIDE` that were written last.
+def bound_quarantine(output_dir: Path) -> list[Path]:
+    """Delete all that was quarantined but for the `KEPT_QUARANTINED` that were written last.
 
     Returns:
         What was deleted.
     """
     abandoned = output_dir.glob(f"{ABANDONED.format('*')}/{NAME_PREFIX}*")
     aside = sorted([*abandoned, *damaged_in(output_dir)], key=_written_at, reverse=True)
-    for folder in aside[KEPT_ASIDE:]:
+    for folder in aside[KEPT_QUARANTINED:]:
         delete(folder)
         if folder.parent != output_dir and not any(folder.parent.iterdir()):
             folder.parent.rmdir()
-    return aside[KEPT_ASIDE:]
+    return aside[KEPT_QUARANTINED:]
 
 
 def _written_at(folder: Path) -> tuple[float, str]:
@@ -166,7 +166,7 @@ def check_free_space(output_dir: Path, needed_bytes: int, *, rotated: list[Path]
     """Refuse a save that does not fit, before anything of it is written.
 
     Args:
-        rotated: what will be deleted after it, which is no room for it: the older ones go when it is on the disk.
+        rotated: what will be deleted after it, which is no space for it: the older ones go when it is on the disk.
 
     Raises:
         OSError: with all numbers.

@@ -13,13 +13,13 @@ import trl
 from grpo.config.checks import accumulation_of, check_counts, check_local, check_placement, check_trackers
 from grpo.config.documented import documented
 from grpo.config.options import (
-    ConversationConfig,
     EvaluationConfig,
     GroupConfig,
+    MultiTurnConfig,
     RecordingConfig,
-    check_conversing,
     check_evaluating,
     check_groups,
+    check_multi_turn,
     check_recording,
     own_log_level,
 )
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @documented
 @dataclass
-class GRPOConfig(ConversationConfig, EvaluationConfig, GroupConfig, RecordingConfig, trl.GRPOConfig):
+class GRPOConfig(MultiTurnConfig, EvaluationConfig, GroupConfig, RecordingConfig, trl.GRPOConfig):
     """TRL's `GRPOConfig` with `use_vllm` on and `vllm_mode="local"`: every node hosts its own engines.
 
     `vllm_mode` `"server"` and `"colocate"`, and `use_vllm=False`, go to TRL untouched.
@@ -47,7 +47,7 @@ class GRPOConfig(ConversationConfig, EvaluationConfig, GroupConfig, RecordingCon
     use_vllm: bool = True
     """Whether to generate with vLLM. On by default here, off in TRL."""
     vllm_mode: str = "local"
-    """'local': every node's local main process hosts vLLM engines on the node's reserved GPUs. 'server' and 'colocate'
+    """'local': every node's local main process hosts vLLM engines on the node's inference GPUs. 'server' and 'colocate'
     are TRL's own modes."""
     vllm_gpu_memory_utilization: float | None = None
     """Share of a GPU's memory that an engine takes. None: 0.9 in local mode, where the engine has its GPUs to itself,
@@ -69,12 +69,12 @@ class GRPOConfig(ConversationConfig, EvaluationConfig, GroupConfig, RecordingCon
     """Upper size in MB of what is gathered at a time; a larger single parameter still goes."""
     vllm_lora: str = "auto"
     """How LoRA adapters reach the engines: 'adapter' (the base once, then adapters alone), 'merge' (inside of the
-    weights that are pushed), or 'auto': by themselves where vLLM can hold them."""
+    weights that are synced), or 'auto': by themselves where vLLM can hold them."""
     generation_lookahead: int = 0
     """Generation batches that the engines sample ahead while the ranks train: 0 is on-policy; with 1 engines and ranks
-    work at the same time, and completions are one push older when they are trained on, which importance sampling
+    work at the same time, and completions are one weight sync older when they are trained on, which importance sampling
     corrects. With N of 2 or more, N batches are under way and weights reach engines that go on sampling: a step waits
-    less for the longest completions, which are up to N pushes old."""
+    less for the longest completions, which are up to N weight syncs old."""
     old_logprobs: str = "trainer"
     """Whose log-probabilities the loss takes for those of the policy that has sampled. 'trainer': what the trainer
     computes of each generation batch before it is trained on; importance sampling corrects for how far the engines are
@@ -109,7 +109,7 @@ class GRPOConfig(ConversationConfig, EvaluationConfig, GroupConfig, RecordingCon
     the data set's first row, so that a mistake in it shows at once; and whether those that run beside the main thread
     are called on one group of the first batch in both, which have to answer alike. Set it to False for functions whose
     calls have effects, or need what is there only in training."""
-    vllm_max_respawns: int = 3
+    vllm_max_restarts: int = 3
     """How often in an hour an engine that dies, or is stuck, is started again; it gets the weights, and its requests
     are sampled again. Deaths in the search for a prompt of which engines die do not count. At the next death, and with
     0 at the first, the last finished step is saved and the job ends."""
@@ -129,13 +129,13 @@ class GRPOConfig(ConversationConfig, EvaluationConfig, GroupConfig, RecordingCon
     vllm_generate_timeout: float = 3600.0
     """Seconds that one generation batch may take."""
     vllm_sync_timeout: float = 600.0
-    """Seconds that one step of a push may take."""
+    """Seconds that one step of a weight sync may take."""
 
     reward_timeout: float = 600.0
     """Seconds that a reward function may take for one batch of a rank; then the job ends, and its failure shows where
     the function is."""
     overlap_rewards: bool = True
-    """Run reward functions in a thread while the trainer computes log-probabilities; False for functions that talk to
+    """Run reward functions in a thread while the trainer computes log-probabilities; False for functions that speak to
     other ranks or use the trained model. One that only the main thread may call is found out and called there without
     this."""
     start_timeout: float = 1800.0
@@ -212,7 +212,7 @@ class GRPOConfig(ConversationConfig, EvaluationConfig, GroupConfig, RecordingCon
         if self.local_mode:
             check_local(self)
             check_recording(self)
-            check_conversing(self)
+            check_multi_turn(self)
             check_evaluating(self)
             check_groups(self)
             return

@@ -42,7 +42,7 @@ OWN_ENGINE_KEYS = {
     "model_impl": "vllm_model_impl",
     "language_model_only": "the model: of a multimodal one the text part is trained",
     "enable_sleep_mode": "nothing: the engine has its GPUs to itself",
-    "load_format": "nothing: the first push brings the weights",
+    "load_format": "nothing: the first weight sync brings the weights",
     "weight_transfer_config": "vllm_sync_backend",
     "worker_extension_cls": "nothing: the workers are asked by one of our own how they hold the weights",
     "logprobs_mode": "nothing: importance sampling needs processed_logprobs",
@@ -79,7 +79,7 @@ OTHER_POLICY_KEYS = {
     "model_class_overrides": _OTHER_MODEL,
     "logits_processors": _OTHER_DISTRIBUTION,
     "watermark_config": _OTHER_DISTRIBUTION,
-    "enable_eplb": "vLLM moves experts between GPUs, and a push would write them to their first places: remove it",
+    "enable_eplb": "vLLM moves experts between GPUs, and a weight sync would write them to their first places: remove it",
 }
 
 SHARED_MODEL = (
@@ -217,7 +217,7 @@ def check_local(args: Any) -> None:
     for name in ("vllm_sync_bucket_mb", *_TIMEOUTS):
         if getattr(args, name) <= 0:
             raise ValueError(f"{name} is {getattr(args, name)}; it must be above 0")
-    for name in ("vllm_max_respawns", "vllm_max_refused"):
+    for name in ("vllm_max_restarts", "vllm_max_refused"):
         if getattr(args, name) < 0:
             raise ValueError(f"{name} is {getattr(args, name)}; it must be 0 or more")
     for name in ("start_timeout", "rank_stall_timeout"):
@@ -227,7 +227,7 @@ def check_local(args: Any) -> None:
         raise ValueError(f"vllm_stall_timeout is {args.vllm_stall_timeout:g}; it must be 5 or more, or None")
     if args.heartbeat_timeout < 5:  # a busy machine is not a lost one
         raise ValueError(f"heartbeat_timeout is {args.heartbeat_timeout:g}; it must be 5 or more")
-    waits = {"vllm_sync_timeout": ("a push", "the engine's"), "reward_timeout": ("another's rewards", "its")}
+    waits = {"vllm_sync_timeout": ("a weight sync", "the engine's"), "reward_timeout": ("another's rewards", "its")}
     for name, (awaited, whose) in waits.items():
         if getattr(args, name) >= args.ddp_timeout:
             raise ValueError(
@@ -284,14 +284,14 @@ def check_quantised_engine(method: str, *, use_cpu: bool) -> None:
     if "awq" in method or "gptq" in method:
         raise ValueError(
             f"vllm_engine_kwargs holds quantization {method!r} [GRPO-419]: AWQ and GPTQ choose their scales by "
-            "calibration data, and could not be made anew with each push: remove it"
+            "calibration data, and could not be made anew with each weight sync: remove it"
         )
     if method == "fp8" and use_cpu:
         raise ValueError("vllm_engine_kwargs holds quantization 'fp8', which vLLM has for GPUs alone: remove it")
     if method == "fp8":
         warnings.warn(
-            "vllm_engine_kwargs holds quantization 'fp8': engines would round to it what each push brings, which has "
-            "not been tried on a GPU; look at push/logprob_gap_max, and set vllm_max_logprob_gap",
+            "vllm_engine_kwargs holds quantization 'fp8': engines would round to it what each weight sync brings, which has "
+            "not been tried on a GPU; look at weight_sync/logprob_gap_max, and set vllm_max_logprob_gap",
             stacklevel=2,
         )
 

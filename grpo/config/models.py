@@ -22,7 +22,7 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what its max_lora_ra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineModel:
-    """Which model the engines build, and in what dtype; their weights come with the first push."""
+    """Which model the engines build, and in what dtype; their weights come with the first weight sync."""
 
     path: str
     """A folder or a hub id with a configuration."""
@@ -180,7 +180,7 @@ def choose_backend(asked: str, *, has_gpus: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSlot:
-    """Room for LoRA adapters in an engine."""
+    """Space for LoRA adapters in an engine."""
 
     rank: int
     """Of the layer with the largest one."""
@@ -212,7 +212,7 @@ def engine_args(
         "tensor_parallel_size": topology.tensor_parallel_size,
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "model_impl": args.vllm_model_impl,
-        "load_format": "dummy",  # the first push brings every weight, or fails
+        "load_format": "dummy",  # the first weight sync brings every weight, or fails
         "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from: what importance sampling needs
         "seed": args.seed,
         "disable_log_stats": True,
@@ -230,7 +230,7 @@ def engine_args(
         if model.is_hybrid:
             settings["enable_prefix_caching"] = False  # of recurrent states vLLM caches prefixes by chunks alone (0.31)
     if model.takes_images:
-        settings["limit_mm_per_prompt"] = {"video": 0, "audio": 0}  # vLLM would keep room for the largest ones
+        settings["limit_mm_per_prompt"] = {"video": 0, "audio": 0}  # vLLM would keep space for the largest ones
     elif model.is_multimodal:
         settings["language_model_only"] = True
     if adapters is not None:

@@ -1,4 +1,4 @@
-"""Options by subject, which `GRPOConfig` puts together: recording, conversations, evaluation, groups; their checks."""
+"""Options by subject, which `GRPOConfig` puts together: recording, episodes, evaluation, groups; their checks."""
 
 import math
 import os
@@ -72,7 +72,7 @@ def own_log_level(args: Any) -> int | None:
 
 @documented
 @dataclass
-class ConversationConfig:
+class MultiTurnConfig:
     """Fields that matter with `tools`, `environment_factory` and `rollout_func`, agents among them."""
 
     tool_timeout: float = 120.0
@@ -86,7 +86,7 @@ class ConversationConfig:
     """How many calls of tools may pass tool_timeout on a rank, over the run; with more the job ends."""
     rollout_timeout: float = 3600.0
     """Seconds that one generation batch may take with tools, a rollout function or a declared reward, all turns of all
-    conversations together; then the job ends, and its failure says what it waited for."""
+    episodes together; then the job ends, and its failure says what it waited for."""
     agent_timeout: float | None = None
     """Seconds that an agent (grpo.agents) may take for its row, without those in which the node has no engine. Then it
     is cancelled or ended, and its row is left out. None: half of rollout_timeout."""
@@ -100,7 +100,7 @@ class ConversationConfig:
     reaches this machine can then connect to."""
 
 
-def check_conversing(args: Any) -> None:
+def check_multi_turn(args: Any) -> None:
     for name in ("tool_timeout", "rollout_timeout", "max_tool_threads", "agent_timeout", "max_agents_at_once"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise ValueError(f"{name} is {getattr(args, name)}; it must be above 0")

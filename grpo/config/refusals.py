@@ -39,13 +39,13 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
     for name in ("tools", "environment_factory", "rollout_func"):
         if arguments[name] and args.vllm_balance_nodes:
             raise ValueError(
-                f"vllm_balance_nodes moves prompts between nodes, but with {name} a conversation stays with its rank, "
+                f"vllm_balance_nodes moves prompts between nodes, but with {name} an episode stays with its rank, "
                 "whose tools it calls: set vllm_balance_nodes to False"
             )
     if arguments["rollout_func"] and (arguments["tools"] or arguments["environment_factory"]):
         name = "tools" if arguments["tools"] else "environment_factory"
         raise ValueError(
-            f"rollout_func and {name}: a rollout function holds its conversations itself, and TRL would hold them once "
+            f"rollout_func and {name}: a rollout function holds its episodes itself, and TRL would hold them once "
             f"more: call the tools inside of the function, and leave {name} out"
         )
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):

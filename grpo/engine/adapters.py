@@ -32,7 +32,7 @@ class EngineAdapters:
         """Around a request: the adapter that it asks for.
 
         Args:
-            number: of the adapter; None: the newest, or the base where no push has brought one.
+            number: of the adapter; None: the newest, or the base where no weight sync has brought one.
 
         Raises:
             RuntimeError: this engine does not hold it.
@@ -51,13 +51,14 @@ class EngineAdapters:
             self._left.set()
 
     async def take(self, number: int, policy_version: str, keep: Collection[int]) -> None:
-        """Let the workers hold the adapter that the last push has brought, and of the others those to `keep` alone.
+        """Let the workers hold the adapter that the last weight sync has brought, and of the others those to `keep`
+        alone.
 
-        One that is held already is left as it is: a push that is meant for another engine brings it too. Name and
-        number are new with every push: the prefix cache is keyed on the first (vLLM 0.31).
+        One that is held already is left as it is: a weight sync that is meant for another engine brings it too. Name
+        and number are new with every weight sync: the prefix cache is keyed on the first (vLLM 0.31).
 
         Raises:
-            RuntimeError: a request of an adapter that is to go is still at work; or the workers have no room.
+            RuntimeError: a request of an adapter that is to go is still at work; or the workers have no space.
         """
         from vllm.lora.request import LoRARequest
 
@@ -72,7 +73,8 @@ class EngineAdapters:
         self._newest = self._held[max(self._held)]
 
     async def end_update(self, policy_version: str) -> None:
-        """End a push as vLLM's `finish_weight_update` does, but leave the workers the adapters that they hold."""
+        """End a weight sync as vLLM's `finish_weight_update` does, but leave the workers the adapters that they
+        hold."""
         await self._engine.collective_rpc("grpo_end_weight_update")
         await self._engine.update_weight_version(policy_version)
 

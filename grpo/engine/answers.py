@@ -70,14 +70,14 @@ def refusal(completion_id: int, error: BaseException) -> Sampled:
     from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.exceptions import EngineGenerateError
 
-    told = error
+    reported = error
     if isinstance(error, EngineGenerateError) and error.__cause__ is not None:  # it has no text of its own
-        told = error.__cause__
+        reported = error.__cause__
     return Sampled(
         completion_id=completion_id,
         token_ids=np.empty(0, np.int32),
         engine_logprobs=np.empty(0, np.float32),
-        error=f"{type(told).__name__}: {told}",
+        error=f"{type(reported).__name__}: {reported}",
         is_refusal=isinstance(error, (ValueError, VLLMClientError)),  # vLLM's own for a request that it does not take
     )
 

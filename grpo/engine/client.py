@@ -1,4 +1,4 @@
-"""The local main's side of an engine: has a host start it, talks to it, notices its death."""
+"""The local main's side of an engine: has a host start it, speaks to it, notices its death."""
 
 import contextlib
 import itertools

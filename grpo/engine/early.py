@@ -40,7 +40,7 @@ def start_host() -> None:
     """Start a host, where this process is its node's local main and has none that waits.
 
     From the main thread. It touches no device, and this process learns nothing of it: what is wrong with the launch,
-    the devices or vLLM is told by whoever needs an engine.
+    the devices or vLLM is reported by whoever needs an engine.
     """
     if (guess := _guess(os.environ)) is not None:
         stand_by(guess)

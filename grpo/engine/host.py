@@ -1,6 +1,6 @@
 """The engine host: `python -m grpo.engine.host FD PARENT_PID PROGRESS_FD`, one vLLM engine behind one socket.
 
-It imports vLLM, and waits to be told what to run. Then it drives vLLM's asynchronous engine, so that requests carry
+It imports vLLM, and waits to be given what to run. Then it drives vLLM's asynchronous engine, so that requests carry
 ids, finish one by one and can be aborted. Started by `grpo.engine.process.HostProcess`; nobody else on the node can
 reach it.
 """
@@ -138,7 +138,7 @@ def take_up(environment: Mapping[str, str], log_path: Path, inherited: Mapping[s
     open_log(log_path)
 
 
-_ending = threading.Lock()  # never released: the first cause is told
+_ending = threading.Lock()  # never released: the first cause is reported
 
 
 def say_and_end(connection: Connection, parent_pid: int, died: Died) -> NoReturn:
@@ -168,7 +168,7 @@ def main() -> None:
             load()
         count_steps(progress)
         loaded = time.monotonic()
-        _log.debug("vLLM is imported, after %.1f s; waits to be told what to run", loaded - started)
+        _log.debug("vLLM is imported, after %.1f s; waits to be given what to run", loaded - started)
         start: Start = connection.recv()
         waited_s = time.monotonic() - loaded
         take_up(start.environment, start.log_path, inherited)

@@ -109,5 +109,5 @@ class StartWatch:
             return None
         # A process that misses another one ends as an engine's does; the one with an error of its own says more.
         kind = next((each.kind for each in found if each.kind != FailureKind.ENGINE), FailureKind.ENGINE)
-        told = "; ".join(each.cause for each in found)
-        return Died(cause=f"vLLM's processes fail while it starts [GRPO-403]: {told}", kind=kind)
+        reported = "; ".join(each.cause for each in found)
+        return Died(cause=f"vLLM's processes fail while it starts [GRPO-403]: {reported}", kind=kind)

@@ -53,7 +53,7 @@ class HostProcess:
                     pass_fds=[theirs.fileno(), self.progress.fd],
                     start_new_session=True,
                 )
-        except BaseException:  # no room, or no more processes
+        except BaseException:  # no space, or no more processes
             ours.close()
             remove_traces(self.private_folder)
             raise

@@ -105,7 +105,8 @@ class StallWatch:
 
         Args:
             passed_s: since the last look, while the one who looks was awake.
-            owes: whether completions are under way, and nothing else is asked of the engine: a push has its own limit.
+            owes: whether completions are under way, and nothing else is asked of the engine: a weight sync has its own
+                limit.
             steps: that have ended; 0: the engine does not count.
             answers: that have come; the last ones come behind the last step.
             is_first: whether this is its first generation batch.

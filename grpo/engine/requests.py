@@ -105,7 +105,7 @@ class Host:
         """Some completions of a prompt, by one request of vLLM's, which gives the i-th of them the seed + i."""
         settings = {**self._sampling, **sample.overrides}
         if "max_tokens" in sample.overrides and "min_tokens" not in sample.overrides:
-            # A turn may have less room than a completion, and vLLM takes no more at least than at most.
+            # A turn may have less space than a completion, and vLLM takes no more at least than at most.
             settings["min_tokens"] = min(settings.get("min_tokens", 0), settings["max_tokens"])
         if not settings.get("ignore_eos"):
             settings["stop_token_ids"] = sorted({*(settings.get("stop_token_ids") or ()), *sample.end_tokens})
@@ -141,7 +141,7 @@ class Host:
         ]
 
     async def _wait_for_death(self) -> None:
-        """An engine process that was told to end (SIGTERM) aborts its requests first, and is missed a moment later."""
+        """An engine process that was asked to end (SIGTERM) aborts its requests first, and is missed a moment later."""
         until = time.monotonic() + self._abort_s
         while time.monotonic() < until and not self._engine.errored:
             await asyncio.sleep(HEALTH_POLL_S / 5)

@@ -27,11 +27,11 @@ _log = logging.getLogger(__name__)
 
 START_PHASE = "engine start"
 WINDOW_S = 3600.0  # in which deaths are counted
-MAX_FAILED_STARTS = 2  # of one respawn
+MAX_FAILED_STARTS = 2  # of one restart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Respawn:
+class EngineRestart:
     """An engine that died and is back, without its weights."""
 
     node: int
@@ -52,7 +52,7 @@ class Respawn:
         )
 
 
-class RespawnLimit:
+class RestartLimit:
     """How often one engine may die."""
 
     def __init__(self, max_deaths: int) -> None:
@@ -84,7 +84,7 @@ class _Loss:
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Slot:
     start: Callable[[], EngineLike]
-    limit: RespawnLimit
+    limit: RestartLimit
     devices: Sequence[str]
     free_bytes: Sequence[int]
     """Of the devices, before the first engine; [] where that is not known."""
@@ -103,7 +103,7 @@ class EngineSupervisor:
         log_folder: where each engine writes its own log.
         attempt: of the run, for the names of the logs.
         timeout_s: from the start of an engine until it is ready.
-        max_respawns: of one engine in an hour.
+        max_restarts: of one engine in an hour.
         stopped_timeout_s: after which an engine with a stopped process is ended.
         stall_timeout_s: after which one that is alive and does nothing is ended; see `EngineClient`.
         standby: keep a process ready that has imported vLLM, for the next engine that is started again.
@@ -119,7 +119,7 @@ class EngineSupervisor:
         log_folder: Path,
         attempt: int,
         timeout_s: float,
-        max_respawns: int = 0,
+        max_restarts: int = 0,
         standby: bool = False,
         stopped_timeout_s: float = STOPPED_TIMEOUT_S,
         stall_timeout_s: float | None = None,
@@ -127,12 +127,12 @@ class EngineSupervisor:
         timeouts: Timeouts = USUAL,
     ) -> None:
         self.topology = topology
-        self.before_respawn: Callable[[], None] = lambda: None
+        self.before_restart: Callable[[], None] = lambda: None
         """Called before a successor is started, from the thread that starts it: lets go of what is shared with the
         dead engine."""
         self._watch = watch
         self._timeout_s = timeout_s
-        self._max_respawns, self._timeouts = max_respawns, timeouts
+        self._max_restarts, self._timeouts = max_restarts, timeouts
         self._standby = standby
         self._supervises = self._closed = False
         self._changed = threading.Condition()
@@ -167,7 +167,7 @@ class EngineSupervisor:
         self._slots = [
             _Slot(
                 start=starter(index, environment),
-                limit=RespawnLimit(max_respawns),
+                limit=RestartLimit(max_restarts),
                 devices=devices,
                 free_bytes=free_bytes(devices),
             )
@@ -179,7 +179,7 @@ class EngineSupervisor:
         try:
             for slot in self._slots:
                 self.clients.append(self._started(slot))
-        except BaseException:  # no room for the second one's log
+        except BaseException:  # no space for the second one's log
             self.close()
             raise
         drop_host()  # one that no engine of this node has taken
@@ -233,14 +233,14 @@ class EngineSupervisor:
     def _misses_one(self) -> bool:
         return any(slot.loss is not None for slot in self._slots)
 
-    def replace_lost(self) -> list[Respawn]:
+    def replace_lost(self) -> list[EngineRestart]:
         """Put the successors of all lost engines into their places, once they take work; they have no weights yet.
 
         Raises:
             StepFailed: one will not come back; says why.
             JobFailed: the job failed elsewhere meanwhile.
         """
-        respawns = []
+        restarts = []
         for index, slot in enumerate(self._slots):
             if (loss := slot.loss) is None:
                 continue
@@ -250,8 +250,8 @@ class EngineSupervisor:
                     if loss.successor is successor:  # else it has just died
                         self._forget(self.clients[index])
                         self.clients[index], slot.loss = successor, None
-            respawns.append(
-                Respawn(
+            restarts.append(
+                EngineRestart(
                     node=self.topology.node,
                     index=index,
                     host=self.topology.host,
@@ -260,16 +260,17 @@ class EngineSupervisor:
                     seconds=time.monotonic() - loss.since,
                 )
             )
-        if respawns:
+        if restarts:
             self._stand_by()
-        return respawns
+        return restarts
 
     def renew(self) -> None:
-        """Start those that have survived a broken push anew: they hold parts of two policies, and may be stuck."""
+        """Start those that have survived a broken weight sync anew: they hold parts of two policies, and may be
+        stuck."""
         for index, slot in enumerate(self._slots):
             if slot.loss is not None:
                 continue
-            why = f"{self.clients[index].name} was in a push that another engine broke"
+            why = f"{self.clients[index].name} was in a weight sync that another engine broke"
             record = self._watch.make_record(why, kind=FailureKind.ENGINE)
             self.clients[index].close()
             with self._changed:
@@ -335,8 +336,8 @@ class EngineSupervisor:
         if slot.loss is None:
             slot.loss = _Loss(since=time.monotonic(), record=record, why=error.what)
             allowed = error.is_requests_fault or slot.limit.allows(slot.loss.since)
-            if self._max_respawns:
-                cause = f"died more than {self._max_respawns} times in an hour (vllm_max_respawns) [GRPO-408]: {cause}"
+            if self._max_restarts:
+                cause = f"died more than {self._max_restarts} times in an hour (vllm_max_restarts) [GRPO-408]: {cause}"
         else:
             slot.loss.failed_starts += 1
             if slot.loss.successor is not None:
@@ -352,9 +353,9 @@ class EngineSupervisor:
     def _start_successor(self, slot: _Slot, loss: _Loss) -> None:
         """Not with the lock held: nobody says how long a library and a driver take to let go."""
         try:
-            self.before_respawn()
+            self.before_restart()
         except RuntimeError as error:  # NCCL's: the group is of no use in any case
-            _log.warning("the dead engine's push group was not closed: %s", error, extra=FILE_ONLY)
+            _log.warning("the dead engine's weight sync group was not closed: %s", error, extra=FILE_ONLY)
         if not wait_until_free(slot.devices, slot.free_bytes, self._timeouts.device_free_s):
             _log.warning("GPUs %s have less memory free than at the start", ",".join(slot.devices), extra=FILE_ONLY)
         with self._changed:
@@ -362,7 +363,7 @@ class EngineSupervisor:
                 return
             try:
                 loss.successor = self._started(slot)
-            except OSError as error:  # no room for its log, say
+            except OSError as error:  # no space for its log, say
                 loss.given_up = self._record(loss, f"could not be started again: {type(error).__name__}: {error}")
             self._changed.notify_all()
 

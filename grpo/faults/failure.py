@@ -37,7 +37,7 @@ class FailureRecord:
     """-1 where there are no ranks yet."""
     host: str
     phase: str
-    """What the rank was doing: `engine start`, `generate`, `push`, `train` …"""
+    """What the rank was doing: `engine start`, `generate`, `sync`, `train` …"""
     cause: str
     """The error's text, for a person; an engine's holds the last lines of its log."""
     kind: FailureKind = FailureKind.MACHINE
@@ -58,7 +58,7 @@ class FailureRecord:
 
 
 def _bounded(cause: str) -> str:
-    """Its beginning and its end, as far as there is room; without halves of surrogate pairs, which no UTF-8 has."""
+    """Its beginning and its end, as far as there is space; without halves of surrogate pairs, which no UTF-8 has."""
     cause = cause.encode(errors="backslashreplace").decode()
     kept, half = cause, MAX_CAUSE // 2
     while len(kept) > MAX_CAUSE + len(_GAP) or len(json.dumps(kept)) > MAX_CAUSE_BYTES:

@@ -1,6 +1,6 @@
 """The kind of an error: its own, a library's by class, number and text, the user's; and a failure's record.
 
-Imports none of these libraries: an error is told before torch is there.
+Imports none of these libraries: an error is reported before torch is there.
 """
 
 import contextlib
@@ -119,7 +119,7 @@ _OF_THE_MACHINE = (TimeoutError, ConnectionError, InterruptedError, EOFError, Me
 
 _ANY = re.compile("")
 _MEMORY = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED")
-_ROOM_OF_VLLM = re.compile(
+_SPACE_OF_VLLM = re.compile(
     r"^(Free memory on device|Available memory on node) .* is less than desired \w+ memory utilization"
     r"|^No available memory for the cache blocks|larger than the available KV cache memory",
     re.DOTALL,
@@ -136,7 +136,7 @@ FOREIGN: tuple[tuple[re.Pattern[str], re.Pattern[str], FailureKind], ...] = (
     (re.compile(r"huggingface_hub\..*OfflineModeIsEnabled"), _ANY, FailureKind.USER),  # it is not on this machine
     (re.compile(r"torch\.OutOfMemoryError"), _ANY, FailureKind.MEMORY),
     (re.compile(r"torch\.AcceleratorError|builtins\.RuntimeError"), _MEMORY, FailureKind.MEMORY),
-    (re.compile(r"builtins\.ValueError"), _ROOM_OF_VLLM, FailureKind.MEMORY),
+    (re.compile(r"builtins\.ValueError"), _SPACE_OF_VLLM, FailureKind.MEMORY),
     (re.compile(r"vllm\..*EngineDeadError"), _ANY, FailureKind.ENGINE),
     (re.compile(r"builtins\.Exception"), _OTHERS_CAUSE, FailureKind.ENGINE),  # vLLM's, of another process's error
     (re.compile(r"torch\..*Dist\w*Error|torch\.AcceleratorError"), _ANY, FailureKind.MACHINE),
@@ -148,8 +148,8 @@ FOREIGN: tuple[tuple[re.Pattern[str], re.Pattern[str], FailureKind], ...] = (
 def kind_of_foreign(error: BaseException) -> FailureKind | None:
     """The kind of an error that is not ours; None where nothing but the error itself speaks for one."""
     names = _names(error)
-    if (told := _kind_of_answer(error)) is not None:
-        return told
+    if (reported := _kind_of_answer(error)) is not None:
+        return reported
     for of_class, of_text, kind in FOREIGN:
         if any(map(of_class.fullmatch, names)) and of_text.search(str(error)):
             return kind

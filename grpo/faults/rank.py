@@ -39,7 +39,7 @@ class Rank(WatchedProcess):
         """It has said that it ends, and is well."""
         self.has_stopped = False
         """It has said that it is watched no more."""
-        self.is_told = False
+        self.is_reported = False
         """Of the job's record."""
         self.seen: tuple[str, int, Reached] = ("", 0, Reached())
         """Phase, exchanges, and how far it had come at the last look for stalls."""

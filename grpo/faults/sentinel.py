@@ -193,9 +193,9 @@ class Sentinel:
             return
         if self._failed_s is None:
             self._failed_s = now_s
-            _log.error("the job failed on %s; the ranks of this node are told", record)
+            _log.error("the job failed on %s; the ranks of this node are reported", record)
         for rank in self._ranks.values():
-            rank.is_told = rank.is_told or rank.send("record", record=record.as_dict())
+            rank.is_reported = rank.is_reported or rank.send("record", record=record.as_dict())
 
     def _end_ranks(self, since_s: float) -> None:
         """Ranks end themselves; what cannot, because it is stopped or stuck in C code, is killed."""
@@ -262,7 +262,7 @@ class Sentinel:
             try:
                 if (message := rank.connection.receive()) is None:
                     return
-            except EOFError:  # its end is told by the process's, which has no forks
+            except EOFError:  # its end is reported by the process's, which has no forks
                 self._selector.unregister(rank.connection)
                 rank.connection.close()
                 rank.connection = None

@@ -59,7 +59,7 @@ class SentinelLink:
         self._keep("phase", lambda: {"phase": phase, "exchanges": exchanges})
 
     def say_limit(self, timeout_s: float, phase: str, overdue: str, *, thread: int) -> None:
-        """Something this rank does may take so long; in place of what was said before, and told as a phase is.
+        """Something this rank does may take so long; in place of what was said before, and reported as a phase is.
 
         Args:
             overdue: what to say then.

@@ -52,7 +52,7 @@ class FailureWatch:
         self.signals = StopSignals()
         self.on_record: Callable[[FailureRecord], None] = lambda record: None
         """Called once, from any thread, when this rank knows that the job has failed."""
-        self._told = False
+        self._is_known = False
         self._reported = threading.Lock()
         self._guarded = 0
         self._raising = False
@@ -228,8 +228,8 @@ class FailureWatch:
             self._known.set()
 
     def _tell(self) -> None:
-        if self.record is not None and not self._told:
-            self._told = True
+        if self.record is not None and not self._is_known:
+            self._is_known = True
             self.on_record(self.record)
 
     def stop_was_asked(self) -> bool:

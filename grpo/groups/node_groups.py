@@ -32,7 +32,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 MARGIN_S = 60.0  # a group outlasts the deadline of the work that its ranks wait for
-MEETING_TIMEOUT_S = 1800.0
+GROUP_TIMEOUT_S = 1800.0
 """Between the first and the last rank's arrival: the others may be writing a checkpoint to a slow disk."""
 
 
@@ -50,7 +50,7 @@ class NodeGroups:
     """The groups of this rank. Every rank of the job makes one, at the same time.
 
     Args:
-        max_wait_s: the longest deadline that any wait on these groups is given; `MEETING_TIMEOUT_S` at least.
+        max_wait_s: the longest deadline that any wait on these groups is given; `GROUP_TIMEOUT_S` at least.
         start_timeout_s: until all ranks have met in the groups.
         watch: is told when the groups cannot be made.
 
@@ -73,7 +73,7 @@ class NodeGroups:
         self._alone = not dist.is_initialized() or topology.world_size == 1
         if self._alone:
             return
-        timeout_s = max(max_wait_s, MEETING_TIMEOUT_S) + MARGIN_S
+        timeout_s = max(max_wait_s, GROUP_TIMEOUT_S) + MARGIN_S
         groups = new_gloo_groups(
             [*map(list, nodes), self._mains], timeout_s=timeout_s, creation_timeout_s=start_timeout_s, watch=watch
         )

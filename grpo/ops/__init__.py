@@ -7,7 +7,7 @@ Commands must not know each other; what two of them share stands below them.
 from collections.abc import Sequence
 
 MOST_AHEAD = 8
-"""The largest `generation_lookahead` that is advised: each batch more makes completions one push older."""
+"""The largest `generation_lookahead` that is advised: each batch more makes completions one weight sync older."""
 
 
 def first_and_last(steps: Sequence[int], values: Sequence[float], *, end: int) -> tuple[float, float]:

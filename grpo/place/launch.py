@@ -135,9 +135,9 @@ def parent_argv() -> list[str]:
     `grpo launch` runs another launcher's code and says here by which line.
     """
     try:
-        told = json.loads(os.environ.get(LINE_VARIABLE) or "{}")
-        if told.get("pid") == os.getppid():
-            return list(told["argv"])
+        reported = json.loads(os.environ.get(LINE_VARIABLE) or "{}")
+        if reported.get("pid") == os.getppid():
+            return list(reported["argv"])
         raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:
         return []

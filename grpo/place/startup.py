@@ -23,7 +23,7 @@ class StartupClock:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around the wait for the engines, which all ranks enter when they are ready for the first push."""
+        """Around the wait for the engines, which all ranks enter when they are ready for the first weight sync."""
         self._trainer_s = process_age_s()
         yield
         self._waited_s = process_age_s() - self._trainer_s
@@ -38,7 +38,8 @@ class StartupClock:
             # Without the launcher's own start, which comes before.
             "startup/launch_to_first_step_s": first_step_s,
             "startup/engine_s": self.engine_s,
-            # Own work until everything was ready for the first push but the engines: imports, data, model, groups.
+            # Own work until everything was ready for the first weight sync but the engines: imports, data, model,
+            # groups.
             "startup/trainer_s": self._trainer_s,
             # What was left to wait then: for the engines of all nodes, and for ranks that were slower than this one.
             "startup/waited_for_engine_s": self._waited_s,

@@ -25,7 +25,7 @@ class Timeouts:
     """From an engine's end until its supervisor has decided what follows."""
     engine_abort_s: float = 10.0
     """From vLLM's abort of a request to its own end, or from the abort of completions to that of their requests."""
-    push_stuck_s: float = 30.0
+    sync_stuck_s: float = 30.0
     """Beyond an engine's deadline, which ends the transport's operations: what still waits then is stuck."""
     compare_s: float = 60.0
     """That a function's calls may take which are made to compare its answers, before another is made."""

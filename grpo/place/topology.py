@@ -163,7 +163,7 @@ def _count_reserved(
         )
     if engines_per_node is not None and engines_per_node != num_reserved // size:
         raise ValueError(
-            f"vllm_engines_per_node is {engines_per_node}, but the {num_reserved} reserved GPUs of {host} hold "
+            f"vllm_engines_per_node is {engines_per_node}, but the {num_reserved} inference GPUs of {host} hold "
             f"{num_reserved // size} engines of {size} GPUs: leave vllm_engines_per_node unset, or set "
             f"vllm_reserved_gpus to {engines_per_node * size}"
         )
@@ -210,7 +210,7 @@ def read_topology(
 ) -> NodeTopology:
     """This rank's topology, from the environment and the GPUs that torch counts (without initialising CUDA).
 
-    Local: talks to no other rank; `check_nodes` compares the results. Raises ValueError as the parts do.
+    Local: speaks to no other rank; `check_nodes` compares the results. Raises ValueError as the parts do.
     """
     launch = read_launch(env)
     if launch.launched:

@@ -62,7 +62,7 @@ def _where(inputs: Mapping[str, Any], *, may_say_so: bool) -> str | None:
     """Where there are images, in words.
 
     Args:
-        may_say_so: whether it is enough that a data set's types leave room for images in messages.
+        may_say_so: whether it is enough that a data set's types leave space for images in messages.
     """
     for setting in ("train_dataset", "eval_dataset"):
         data = inputs[setting]

@@ -64,7 +64,7 @@ class LoraChoice:
         rank = f"LoRA of rank {self.slot.rank} on {', '.join(self.slot.layers)}"
         if self.way == "adapter":
             return f"{rank}: the engines get the base once, then adapters alone"
-        return f"{rank}: adapters are merged into what is pushed, because {self.why}"
+        return f"{rank}: adapters are merged into what is synced, because {self.why}"
 
 
 def choose_lora(
@@ -164,7 +164,7 @@ def choose_way(
     if four_bits and (why or args.vllm_lora == "merge"):
         raise ValueError(
             f"adapters on a base of four bits travel by themselves, but {why or 'vllm_lora is merge'} [GRPO-218]: "
-            "merged weights are no more those of the base, and would travel whole with every push; change that, or "
+            "merged weights are no more those of the base, and would travel whole with every weight sync; change that, or "
             "train without quantization_config"
         )
     if peft_config.lora_dropout:
@@ -179,7 +179,7 @@ def choose_way(
 
 
 def check_lora(config: Any, args: GRPOConfig, *, zero3: bool) -> None:
-    """What can be told without the model.
+    """What can be reported without the model.
 
     Raises:
         ValueError: as `choose_lora`.

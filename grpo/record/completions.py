@@ -216,7 +216,8 @@ def evaluation_prefix(of_set: str | None) -> str:
 class CompletionSamples:
     """`<output_dir>/completions/`, made with the first file, of at most `MAX_BYTES`.
 
-    Beyond, what was laid aside goes first, and then every second file of the older half; the first and the newest stay.
+    Beyond, what was quarantined goes first, and then every second file of the older half; the first and the newest
+    stay.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -225,7 +226,7 @@ class CompletionSamples:
         self._held_bytes: int | None = None  # None: nobody has looked
 
     def write(self, step: int, attempt: int, time: float, rows: Sequence[Row], *, prefix: str = "") -> None:
-        """The file of a log, whole at once; that it cannot be written is told once, and is no reason to fail.
+        """The file of a log, whole at once; that it cannot be written is reported once, and is no reason to fail.
 
         Args:
             time: Unix seconds.
@@ -249,7 +250,7 @@ class CompletionSamples:
             self._has_warned = True
 
     def cut(self, step: int, attempt: int) -> None:
-        """Lay aside in `attempt-<attempt>` what is later than `step`: this attempt goes on there."""
+        """Quarantine in `attempt-<attempt>` what is later than `step`: this attempt goes on there."""
         for draft in self.folder.glob(".*step-*"):  # of an attempt that was killed
             draft.unlink(missing_ok=True)
         later = [path for number, path in self._numbered(_OURS) if number > step]

@@ -20,7 +20,7 @@ COMPLETIONS_FOLDER, TIMELINE_FOLDER = "completions", "timeline"  # and the logs'
 ENDED = ("finished", "stopped", "failed")
 """What a state may be, beside running."""
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
-NOTE_VARIABLE = "GRPO_RUN_NOTE"  # the file in which a node's launcher is told where its run is
+NOTE_VARIABLE = "GRPO_RUN_NOTE"  # the file that tells a node's launcher where its run is
 Entry = dict[str, Any]
 """An attempt of `run.json`, or what `run_state.json` holds."""
 
@@ -47,7 +47,7 @@ class RunState:
     """Of a failure."""
     nodes: tuple[int, ...] = ()
     """The failure's: those that are silent, as `grpo launch` counts them."""
-    respawns: tuple[str, ...] = ()
+    restarts: tuple[str, ...] = ()
     """Engines that died in this attempt and came back; the last ones."""
     tracker_run: str = ""
     """The id under which W&B and Trackio go on."""

@@ -250,13 +250,13 @@ def record_early_failure(
     previous = read_run_state(path)
     # A scheduler's job keeps its name over its attempts; without one the name holds this process's pid.
     named = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID")
-    is_told = (
+    is_reported = (
         previous is not None
         and (previous.state, previous.job) == ("failed", folder.job)
         and (not named or previous.attempt == folder.attempt or previous.started == folder.state.started)
     )
     try:
-        if not is_told:  # else the trainer has said more
+        if not is_reported:  # else the trainer has said more
             folder.begin_attempt(goes_on=True)
             folder.update(state="failed", why=why, kind=kind, failure=failure)
     except OSError as problem:  # a full disk must not hide the failure

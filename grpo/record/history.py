@@ -1,6 +1,6 @@
 """`run.json`: what every attempt of a run was, and how it ended. docs/metrics.md says what stands in it.
 
-Whoever holds the run's folder writes it. That it cannot be written is told once, and is no reason to fail.
+Whoever holds the run's folder writes it. That it cannot be written is reported once, and is no reason to fail.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from grpo.record.provenance import provenance
 TAIL_BYTES = 2**18
 WITHOUT_A_WORD = "ended without a word"
 WITHOUT_TRAINING = "the script ended without training"
-FOLLOWED = ("state", "why", "kind", "nodes", "step", "respawns")
+FOLLOWED = ("state", "why", "kind", "nodes", "step", "restarts")
 """What it takes from the run's state whenever that is written."""
 _WRITTEN = (METRICS_FILE, STATE_FILE, HISTORY_FILE)  # by an attempt, while it lived
 
@@ -57,7 +57,7 @@ class RunHistory:
             goes_on: whether this is the attempt that this process has begun already, if it has.
         """
         try:
-            self._attempts = self._read_or_set_aside()
+            self._attempts = self._read_or_quarantine()
         except OSError as error:
             self._warn(f"cannot read {self.path}: {error}; this attempt is not in it")
             return
@@ -132,7 +132,7 @@ class RunHistory:
             _key(each), each["state"].strip(), each["step"] + 0
         return attempts
 
-    def _read_or_set_aside(self) -> list[Entry]:
+    def _read_or_quarantine(self) -> list[Entry]:
         try:
             return self._read()
         except DAMAGED as problem:
@@ -182,6 +182,6 @@ def _last_line(path: Path) -> dict[str, Any]:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         for line in reversed(file.read().splitlines()):
             with contextlib.suppress(ValueError):
-                if isinstance(told := json.loads(line), dict):
-                    return told
+                if isinstance(reported := json.loads(line), dict):
+                    return reported
     return {}

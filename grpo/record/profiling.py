@@ -1,6 +1,6 @@
 """`profile_steps`: torch's profiler over some optimizer steps, and what share of them was communication.
 
-Over NCCL and gloo alike: what counts as communication is told by names, as torch gives them (`nccl...` kernels,
+Over NCCL and gloo alike: what counts as communication is reported by names, as torch gives them (`nccl...` kernels,
 `gloo:...` and `c10d::...` operators).
 """
 
@@ -66,8 +66,8 @@ class ProfileSteps(TrainerCallback):
         profiler.export_chrome_trace(str(path))
         found = shares(profiler.events())
         self._metrics.update({name: [share] for name, share in found.items()})
-        told = ", ".join(f"{name[8:-6]} {share:.0%}" for name, share in found.items())
-        found_in = f"{told or 'nothing'}; {path}"
+        reported = ", ".join(f"{name[8:-6]} {share:.0%}" for name, share in found.items())
+        found_in = f"{reported or 'nothing'}; {path}"
         _log.info("profile of rank %d, steps %d to %d: %s", self._rank, steps[0], steps[-1], found_in, extra=EVERY_RANK)
 
 

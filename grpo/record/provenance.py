@@ -75,16 +75,16 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 def command_without_secrets(argv: Sequence[str]) -> list[str]:
     """A command line whose secrets are masked: `--hub_token X`, `--hub_token=X`, and inside JSON. Numbers stay."""
-    told = []
+    reported = []
     is_secret = False
     for argument in argv:
         name, equals, value = argument.partition("=")
         if argument.startswith("-") and not _NUMBER.fullmatch(argument):
             is_secret = bool(_SECRET_NAME.search(name)) and not equals
-            told.append(f"{name}={_shown(value, name)}" if equals else _SECRET_TEXT.sub(MASK, argument))
+            reported.append(f"{name}={_shown(value, name)}" if equals else _SECRET_TEXT.sub(MASK, argument))
         else:
-            told.append(_shown(argument, "token" if is_secret else ""))
-    return told
+            reported.append(_shown(argument, "token" if is_secret else ""))
+    return reported
 
 
 def _shown(value: str, name: str) -> str:
@@ -162,15 +162,15 @@ def where_it_runs(places: Sequence[tuple[int, str]], topology: NodeTopology | No
         topology: of any rank; None for a job without engines of its own.
     """
     hosts, ranks = dict(places), Counter(node for node, _ in places)
-    told = {
+    reported = {
         "num_nodes": len(hosts),
         "world_size": len(places),
         "ranks_by_node": [ranks[node] for node in sorted(hosts)],
         "hosts": [hosts[node] for node in sorted(hosts)],
     }
     if topology is None:
-        return told
-    return told | {
+        return reported
+    return reported | {
         "engines_by_node": list(topology.engines_by_node),
         "tensor_parallel_size": topology.tensor_parallel_size,
         "has_gpus": bool(topology.devices),

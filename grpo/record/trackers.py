@@ -1,4 +1,4 @@
-"""What trackers (`report_to`) are told, so that the attempts of a run are one run to them.
+"""What trackers (`report_to`) are reported, so that the attempts of a run are one run to them.
 
 W&B goes on by id, Trackio by name, TensorBoard by folder. What an attempt logged after the checkpoint that the next one
 goes on from: TensorBoard forgets it; W&B and Trackio keep it beside what is logged again.

@@ -58,7 +58,7 @@ class IdleClock:
 
 class Stints:
     """Records each time in which an engine has something to sample, from its first request to its last answer; one
-    that never rests is recorded from push to push."""
+    that never rests is recorded from weight sync to sync."""
 
     def __init__(self, timeline: Recorder, engine: int) -> None:
         self._timeline, self._lane = timeline, f"engine {engine}"
@@ -182,7 +182,7 @@ class Accounts:
 
     @contextlib.contextmanager
     def busy_otherwise(self) -> Iterator[None]:
-        """Around a push that engines wait for: this time counts neither as idle nor as sampling."""
+        """Around a weight sync that engines wait for: this time counts neither as idle nor as sampling."""
         with self._lock:
             for clock in self._clocks:
                 clock.pause()

@@ -1,4 +1,4 @@
-"""By the weights of which push each token was sampled, where pushes come in the middle of completions."""
+"""By the weights of which weight sync each token was sampled, where weight syncs come in the middle of completions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ class Moment:
 
     step: int = 0
     """Optimizer steps of their weights: their policy version."""
-    pushes: int = 0
+    syncs: int = 0
     """Other policy versions that they have had before this one."""
 
 
@@ -20,12 +20,12 @@ class Age:
 
     first: Moment
     """When its first token was sampled."""
-    token_pushes: int
-    """`Moment.pushes` of each of its tokens, added up."""
+    token_syncs: int
+    """`Moment.syncs` of each of its tokens, added up."""
 
 
 class Ages:
-    """Keeps for each completion under way when it began, and how many tokens it had at each push since.
+    """Keeps for each completion under way when it began, and how many tokens it had at each weight sync since.
 
     Counts for metrics: with asynchronous scheduling a boundary may be one token off.
     """
@@ -40,7 +40,7 @@ class Ages:
         self._first[completion] = moment or self.now
         self._boundaries.pop(completion, None)
 
-    def push(self, step: int, of_engines: Sequence[Mapping[int, int]] = ()) -> None:
+    def sync(self, step: int, of_engines: Sequence[Mapping[int, int]] = ()) -> None:
         """From here on engines sample with the weights of `step`; once more for the same ones changes nothing.
 
         Args:
@@ -48,7 +48,7 @@ class Ages:
         """
         if step == self.now.step:
             return
-        self.now = Moment(step=step, pushes=self.now.pushes + 1)
+        self.now = Moment(step=step, syncs=self.now.syncs + 1)
         for counts in of_engines:
             for completion, num_tokens in counts.items():
                 if completion in self._first:
@@ -58,7 +58,7 @@ class Ages:
         """It has so many tokens, and gets no more."""
         first = self._first.pop(completion, self.now)
         since = sum(max(0, num_tokens - before) for before in self._boundaries.pop(completion, ()))
-        return Age(first=first, token_pushes=num_tokens * first.pushes + since)
+        return Age(first=first, token_syncs=num_tokens * first.syncs + since)
 
     def first(self, completion: int) -> Moment:
         """When one that is under way began."""

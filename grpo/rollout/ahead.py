@@ -230,7 +230,8 @@ class GenerationBatches:
         return [each.kept(versions, part) for each, part in zip(self._under_way, found, strict=True)]
 
     def resume(self, kept: Sequence[Mapping[str, Any]]) -> None:
-        """Before `take`, and after its push: go on with what `kept` has given, if that is what training asks for."""
+        """Before `take`, and after its weight sync: go on with what `kept` has given, if that is what training asks
+        for."""
         if not kept:
             return
         now = self._progress()

@@ -74,7 +74,7 @@ class Batch:
                 continue
             answer = Sampled(completion_id=completion, token_ids=token_ids, engine_logprobs=logprobs)
             first = kept.moment(step, now)
-            self.add(answer, engine=engine, age=Age(first=first, token_pushes=first.pushes * len(token_ids)))
+            self.add(answer, engine=engine, age=Age(first=first, token_syncs=first.syncs * len(token_ids)))
 
     def samples(self, request: Request, ids: range, *, num_engines: int) -> Iterator[Sample]:
         """Asks engines for the completions of a request that are not there, the ones that were begun one by one.
@@ -149,12 +149,12 @@ class Batch:
     @property
     def newer(self) -> Newer:
         """By how much newer the policies are that have sampled it than when it was submitted."""
-        begun = [age.first.pushes - self.submitted.pushes for age in self.ages.values()]
+        begun = [age.first.syncs - self.submitted.syncs for age in self.ages.values()]
         num_tokens = sum(len(answer.token_ids) for answer in self.answers.values() if not answer.is_refusal)
         return Newer(
             versions=sum(begun),
             steps=sum(age.first.step - self.submitted.step for age in self.ages.values()),
-            token_versions=sum(age.token_pushes for age in self.ages.values()) - num_tokens * self.submitted.pushes,
+            token_versions=sum(age.token_syncs for age in self.ages.values()) - num_tokens * self.submitted.syncs,
             least=min(begun, default=0),
         )
 

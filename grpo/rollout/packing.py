@@ -217,7 +217,7 @@ def seed_behind(seed: int, num_tokens: int) -> int:
 
 
 def turn_seed(base: int, *, rank: int, row: int, num_rows: int, turn: int | str) -> int:
-    """The seed of one turn of a conversation, whenever it is sampled and by whichever engine.
+    """The seed of one turn of an episode, whenever it is sampled and by whichever engine.
 
     base: as `seed_base` gives it; row: of the rank's rows, of which each rank has `num_rows`, or beyond them, of a
     rollout function that asks for more. A turn, numbered or named, has a base of its own, but for number 0; within a

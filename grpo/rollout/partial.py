@@ -30,9 +30,10 @@ class Kept:
     """Policy versions between those weights and the ones with which training goes on."""
 
     def moment(self, step: int, now: Moment) -> Moment:
-        """When the weights of `step` came, as pushes count now. Each has come as many steps after the one before."""
+        """When the weights of `step` came, as weight syncs count now. Each has come as many steps after the one
+        before."""
         share = (step - self.step) / (now.step - self.step) if now.step > self.step else 0
-        return Moment(step=step, pushes=now.pushes - self.lag + round(self.lag * share))
+        return Moment(step=step, syncs=now.syncs - self.lag + round(self.lag * share))
 
 
 def ask_engines(clients: Sequence[EngineLike]) -> dict[int, tuple[Begun, int]]:

@@ -1,4 +1,4 @@
-"""The engines of one node as one: completions wait in a common queue and go to whichever engine has room.
+"""The engines of one node as one: completions wait in a common queue and go to whichever engine has space.
 
 On the local main. Answers come from the engines' clients, in threads of theirs, and a thread for each engine sends it
 more, so that engines are busy while the ranks train; no collective runs in these threads.
@@ -53,7 +53,8 @@ class EnginePool:
     max_tokens: int
     """Of a completion."""
     max_model_len: int = sys.maxsize
-    """Tokens of prompt and completion that an engine holds; a prompt without room for one sampled token is not sent."""
+    """Tokens of prompt and completion that an engine holds; a prompt without space for one sampled token is not
+    sent."""
     end_tokens: tuple[int, ...] = ()
     """That end a completion, as the trainer counts ends, whatever the engines' files say."""
     in_flight: bool = False
@@ -108,7 +109,7 @@ class EnginePool:
         on_done: Callable[[Batch], None] | None = None,
         kept: Kept | None = None,
     ) -> Batch:
-        """Start sampling; returns at once. What goes wrong is raised by `collect`, or told as `tell` has it.
+        """Start sampling; returns at once. What goes wrong is raised by `collect`, or reported as `tell` has it.
 
         Args:
             name: of the batch, for messages.
@@ -228,7 +229,7 @@ class EnginePool:
             of_engines: tokens that completions under way have, of each engine.
         """
         with self._changed:
-            self._ages.push(step, of_engines)
+            self._ages.sync(step, of_engines)
 
     def take_up(self, clients: Sequence[EngineLike], *, policy_version: int, adapter: int | None = None) -> None:
         """Go on with these engines, all of which have the weights of `policy_version`.
@@ -238,14 +239,14 @@ class EnginePool:
         """
         _log.debug("engines go on with policy version %d", policy_version)
         with self._changed:
-            self._ages.push(policy_version)
+            self._ages.sync(policy_version)
             self._adapter = adapter
             if self.in_flight:
                 self._num_delivered += 1
                 if self._adapter is None:  # else vLLM's prefix cache goes by the adapter
                     self._cache_salt = f"{self.policy_version}-{self._num_delivered}"
                 self.accounts.cut(self.policy_version)
-                for completion in self._sent:  # an engine that has lived from push to push does not die of these
+                for completion in self._sent:  # an engine that has lived from weight sync to sync does not die of these
                     self._deaths.pop(completion, None)
         for engine, client in enumerate(clients):
             if client is not self._clients[engine]:

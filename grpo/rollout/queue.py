@@ -29,7 +29,7 @@ class _Engine:
     """Of all that is held."""
     is_there: bool = True
 
-    def room(self) -> int:
+    def space(self) -> int:
         """Places that are free."""
         return self.window - len(self.held) if self.is_there else 0
 
@@ -65,16 +65,16 @@ class RequestQueue:
     def send(self) -> list[tuple[int, Sequence[int]]]:
         """What is to be sent now: engine and completions, in this order. The engine holds them from here on.
 
-        Each chunk goes home if there is room, else to the engine with room that has the fewest outstanding tokens.
+        Each chunk goes home if there is space, else to the engine with space that has the fewest outstanding tokens.
         """
         sent: list[tuple[int, Sequence[int]]] = []
         while self._waiting:
-            roomy = [number for number, engine in enumerate(self._engines) if engine.room() > 0]
-            if not roomy:
+            free = [number for number, engine in enumerate(self._engines) if engine.space() > 0]
+            if not free:
                 break
             chunk = self._waiting.pop()
-            number = chunk.home if chunk.home in roomy else min(roomy, key=lambda number: self._engines[number].tokens)
-            if self._cuts and (rest := chunk.ids[self._engines[number].room() :]):
+            number = chunk.home if chunk.home in free else min(free, key=lambda number: self._engines[number].tokens)
+            if self._cuts and (rest := chunk.ids[self._engines[number].space() :]):
                 self._waiting.append(replace(chunk, ids=rest, home=number, is_rest=True))
                 chunk = replace(chunk, ids=chunk.ids[: -len(rest)])
             sent += self._give(number, [chunk])
@@ -94,11 +94,11 @@ class RequestQueue:
         return sent
 
     def all_sent(self) -> bool:
-        """Whether nothing waits for an engine that has room."""
+        """Whether nothing waits for an engine that has space."""
         return not self._waiting
 
     def answered(self, number: int, completion: int) -> None:
-        """By engine `number`, which may since have been told to forget it."""
+        """By engine `number`, which may since have been asked to forget it."""
         engine = self._engines[number]
         engine.tokens -= engine.held.pop(completion, 0)
 

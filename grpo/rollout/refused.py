@@ -37,8 +37,8 @@ class Refusals:
         self._num_so_far += num_now
         first = refused[0].refusal
         assert first is not None
-        told = f"{num_now} completions left out, {self._num_so_far} so far [GRPO-412]: {first.cause}"
+        reported = f"{num_now} completions left out, {self._num_so_far} so far [GRPO-412]: {first.cause}"
         if self._num_so_far > self._most:
-            cause = f"more than vllm_max_refused ({self._most}) completions were left out: {told}"
+            cause = f"more than vllm_max_refused ({self._most}) completions were left out: {reported}"
             raise StepFailed(replace(first, cause=cause, kind=FailureKind.USER))
-        _log.warning("WARNING: %s", told)
+        _log.warning("WARNING: %s", reported)

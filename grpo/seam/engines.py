@@ -5,14 +5,14 @@ from typing import Any, Protocol
 
 from grpo.rollout.ahead import GenerationBatch
 from grpo.rollout.packing import Completions
+from grpo.rollout.turns.episode import Episode
 from grpo.rollout.turns.sampler import Sampler
-from grpo.rollout.turns.talk import Talk
 from grpo.rollout.turns.tools import ToolRunner
 from grpo.weights.delivery import WeightDelivery
 
 
 class LocalEngines(Protocol):
-    """The engines as scoring, conversations and metrics see them; `LocalVLLM` is what they are."""
+    """The engines as scoring, episodes and metrics see them; `LocalVLLM` is what they are."""
 
     last_batch: GenerationBatch | None
     eval_sampling: Mapping[str, Any]
@@ -39,8 +39,8 @@ class LocalEngines(Protocol):
         """Of the batch that a rollout function makes now."""
 
     @property
-    def last_talks(self) -> tuple[list[Talk], ToolRunner | None]:
-        """Of the last batch, this rank's conversations, and who ran their tools."""
+    def last_episodes(self) -> tuple[list[Episode], ToolRunner | None]:
+        """Of the last batch, this rank's episodes, and who ran their tools."""
 
     @property
     def policy_version(self) -> int:
@@ -50,7 +50,7 @@ class LocalEngines(Protocol):
         """Run a rollout function of the user's. Collective."""
 
     def metrics(self, mode: str) -> dict[str, float]:
-        """Of the last generation batch, and of a push that is not yet logged for `mode`."""
+        """Of the last generation batch, and of a weight sync that is not yet logged for `mode`."""
 
     def by_node(self) -> dict[str, list[float]]:
         """The newest figures of each node, in their order."""

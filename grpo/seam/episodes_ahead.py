@@ -1,4 +1,4 @@
-"""Conversations of generation batches that training has not asked for yet: rows, tools, environments lent to them.
+"""Episodes of generation batches that training has not asked for yet: rows, tools, environments lent to them.
 
 With `generation_lookahead` they go on while the main thread trains, so nothing of them runs there: tools are
 asynchronous or run in threads, environments live in threads of their own, and rollout functions may run there, too.
@@ -18,17 +18,17 @@ from grpo.faults.users_code import own_streams
 from grpo.rollout.agents.rollout import AgentRollout
 from grpo.rollout.turns.declared import may_run_in_threads
 from grpo.rollout.turns.environments import Home, home_of
+from grpo.rollout.turns.episode import Episode
 from grpo.rollout.turns.rollouts import EpisodeRow, Planned
 from grpo.rollout.turns.sampler import Sampler
-from grpo.rollout.turns.talk import Talk
 from grpo.rollout.turns.tools import Toolbox, ToolRunner
 
 
 class EpisodesAhead:
-    """Plans conversations of batches that follow.
+    """Plans episodes of batches that follow.
 
     Args:
-        trainer: a `ConversingTrainer`.
+        trainer: a `EpisodesTrainer`.
         func: the rollout function, where there is one.
     """
 
@@ -44,15 +44,15 @@ class EpisodesAhead:
             if (prompts := trainer.prompts_of_batch(number)) is None:
                 return None
             toolbox = _toolbox(trainer._standalone_tools)
-            return self._of_talks([EpisodeRow.of(ids, toolbox, trainer.tools) for ids in prompts], lambda: prompts)
+            return self._of_episodes([EpisodeRow.of(ids, toolbox, trainer.tools) for ids in prompts], lambda: prompts)
         if (rows := trainer.rows_of_batch(number)) is None:
             return None
         if self._func is not None:
             return self._of_function(self._func, rows)
         return self._in_environments(number, rows)
 
-    def _of_talks(self, rows: Sequence[EpisodeRow], asked: Callable[[], Any], **more: Any) -> Planned:
-        def start(sampler: Sampler, tools: ToolRunner) -> "Future[list[Talk]]":
+    def _of_episodes(self, rows: Sequence[EpisodeRow], asked: Callable[[], Any], **more: Any) -> Planned:
+        def start(sampler: Sampler, tools: ToolRunner) -> "Future[list[Episode]]":
             return self._trainer._rollouts.start(rows, sampler, tools)
 
         return Planned(num_rows=len(rows), start=start, asked=asked, **more)
@@ -87,7 +87,7 @@ class EpisodesAhead:
             toolbox = _toolbox([*trainer._standalone_tools, *_methods(environment)])
             return EpisodeRow(prompt=prompt, toolbox=toolbox, schema=trainer._env_tools[name])
 
-        return self._of_talks(
+        return self._of_episodes(
             [of_row(row) for row in range(len(rows))],
             lambda: [prompts[row] for row in range(len(rows))],
             drop=partial(self._lent.pop, number, None),

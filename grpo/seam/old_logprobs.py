@@ -8,13 +8,13 @@ import torch
 from transformers import TrainerControl
 
 from grpo.record.metrics import models_tokens
-from grpo.seam.conversing import ConversingTrainer
+from grpo.seam.episodes import EpisodesTrainer
 
 _log = logging.getLogger(__name__)
 _OLD, _SAMPLED, _RATIO = "old_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"
 
 
-class OldLogprobsTrainer(ConversingTrainer):
+class OldLogprobsTrainer(EpisodesTrainer):
     """A trainer whose ratio, which PPO's clip bounds, is to what `GRPOConfig.old_logprobs` says.
 
     With "engine" it is the ratio of the policy that is trained to the one that has sampled (PPO,

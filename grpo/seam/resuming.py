@@ -22,7 +22,7 @@ from grpo.checkpoints.deepspeed_settings import check_deepspeed
 from grpo.checkpoints.pickles import weights_only
 from grpo.checkpoints.rank_state import random_states, restore_random_states
 from grpo.checkpoints.resuming import CompleteCheckpoint, choose
-from grpo.checkpoints.rotation import KEPT_ASIDE, bound_set_aside, delete_partial, kept_limit, set_aside
+from grpo.checkpoints.rotation import KEPT_QUARANTINED, bound_quarantine, delete_partial, kept_limit, quarantine
 from grpo.faults.failure import FailureKind, FailureRecord, GenerationDropped, JobFailed, StepFailed
 from grpo.faults.kinds import ends_job, kind_of, note_first_step, text_of
 from grpo.faults.liveness import START_TIMEOUT_S
@@ -43,7 +43,7 @@ from grpo.record.trackers import naming_run, open_tensorboard
 from grpo.seam.ordering import OrderedTrainer
 from grpo.seam.saving import sampling_of
 
-KEPT_RESPAWNS = 20
+KEPT_RESTARTS = 20
 MEASURED_STEPS = 20  # of which the median is what a step takes
 
 _log = logging.getLogger(__name__)
@@ -156,13 +156,13 @@ class ResumableTrainer(OrderedTrainer):
         except OSError as error:  # a full disk may be the cause: it must not hide it
             self._say(f"cannot write {self._run.path / STATE_FILE}: {error}")
 
-    def record_respawn(self, what: str) -> None:
+    def record_restart(self, what: str) -> None:
         """Say that an engine died and is back, on the screen and in the run's state."""
         if self._run is not None:
             step = self.state.global_step
             self._say(what)
             try:
-                self._run.update(respawns=(*self._run.state.respawns, f"after step {step}: {what}")[-KEPT_RESPAWNS:])
+                self._run.update(restarts=(*self._run.state.restarts, f"after step {step}: {what}")[-KEPT_RESTARTS:])
             except OSError as error:  # all is well again, and other ranks go on
                 self._say(f"cannot write {self._run.path / STATE_FILE}: {error}")
 
@@ -260,14 +260,14 @@ class ResumableTrainer(OrderedTrainer):
         return tracker_run
 
     def _clear_away(self, run: RunFolder, first_step: int) -> None:
-        """Lay aside what other branches of the run have left, and delete what nobody can use. On rank 0."""
+        """Quarantine what other branches of the run have left, and delete what nobody can use. On rank 0."""
         for folder in delete_partial(run.path):
             self._say(f"{folder} was not finished by an earlier attempt: deleted")
-        for folder in set_aside(run.path, after_step=first_step, attempt=run.previous_attempt):
+        for folder in quarantine(run.path, after_step=first_step, attempt=run.previous_attempt):
             self._say(f"{folder} is what was {folder.name}: this attempt starts before it")
-        if first_step and self._resumes_by_itself:  # what a person's start lays aside, a person deletes
-            for folder in bound_set_aside(run.path):
-                self._say(f"{folder} was laid aside, and {KEPT_ASIDE} later ones are: deleted")
+        if first_step and self._resumes_by_itself:  # what a person's start quarantines, a person deletes
+            for folder in bound_quarantine(run.path):
+                self._say(f"{folder} was quarantined, and {KEPT_QUARANTINED} later ones are: deleted")
 
     @property
     def is_stopping(self) -> bool:

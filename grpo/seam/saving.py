@@ -45,7 +45,8 @@ ODD_NORMS = 3  # in a row, until a warning
 MAX_NAMED = 5
 BYTES_PER_PARAMETER = 16  # weights, and master weights and two moments in float32; 14 where weights are bfloat16
 WORDS_OF_A_FULL_DISK = ("inline_container", "iostream error", "No space left")
-"""Torch's writer's (2.13), two of them, and safetensors': by the time they are read another rank may have made room."""
+"""Torch's writer's (2.13), two of them, and safetensors': by the time they are read another rank may have made
+space."""
 NEARLY_FULL_BYTES = 2**24  # a write of torch's that failed with so little left has failed for want of space
 
 
@@ -121,7 +122,7 @@ class SavingTrainer(PicturedTrainer):
         _log.info("%s begins", folder.name, extra=FILE_ONLY)
         try:
             self._node_groups.by_rank_zero(lambda: self._prepare(folder, limit))
-            with telling_of_a_full_disk(folder, args.process_index, args.world_size):
+            with reporting_a_full_disk(folder, args.process_index, args.world_size):
                 self._is_saving = True
                 super()._save_checkpoint(model, trial)
                 folder.mkdir(exist_ok=True)  # rank 0 has, but another node may not know yet
@@ -235,7 +236,7 @@ class SavingTrainer(PicturedTrainer):
         return engine.zero_optimization_partition_weights() and not engine.zero_gather_16bit_weights_on_model_save()
 
     def _prepare(self, folder: Path, limit: int | None) -> None:
-        """Look whether there is room, and say that the checkpoint is not complete. On rank 0."""
+        """Look whether there is space, and say that the checkpoint is not complete. On rank 0."""
         run_dir = folder.parent
         run_dir.mkdir(parents=True, exist_ok=True)
         newest = newest_complete(run_dir)
@@ -339,10 +340,10 @@ def see_all(folder: Path, world_size: int, timeouts: Timeouts = USUAL) -> None:
 
 
 @contextlib.contextmanager
-def telling_of_a_full_disk(folder: Path, rank: int, world_size: int) -> Iterator[None]:
+def reporting_a_full_disk(folder: Path, rank: int, world_size: int) -> Iterator[None]:
     """Say of a failed write that the disk is full; torch's writer names a line of its source instead (2.13).
 
-    What this rank has written of the checkpoint goes, so that the failure's record finds room.
+    What this rank has written of the checkpoint goes, so that the failure's record finds space.
 
     Raises:
         OSError: the disk is full.

@@ -1,4 +1,4 @@
-"""The engine's side of adapters: vLLM's LoRA manager, given tensors that a push has brought instead of a folder.
+"""The engine's side of adapters: vLLM's LoRA manager, given tensors that a weight sync has brought instead of a folder.
 
 Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed nor PEFT.
 """
@@ -37,7 +37,7 @@ def take_adapter(
 
     Args:
         lora_manager: the model runner's (`LRUCacheWorkerLoRAManager`).
-        number: of the adapter, new with every push.
+        number: of the adapter, new with every weight sync.
         tensors: by PEFT's names, B with its scale.
         keep: numbers of adapters that requests still ask for.
 
@@ -49,7 +49,7 @@ def take_adapter(
     kept = lora_manager.list_adapters() & {*keep}
     if len(kept) >= manager.lora_slots:
         raise RuntimeError(
-            f"adapter {number} has no slot: requests still use {sorted(kept)}, and the engine has room for "
+            f"adapter {number} has no slot: requests still use {sorted(kept)}, and the engine has space for "
             f"{manager.lora_slots} adapters (max_loras)"
         )
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)

@@ -1,4 +1,4 @@
-"""A model that PEFT has wrapped: its base as if nobody had, and its adapters, which a push sends or merges.
+"""A model that PEFT has wrapped: its base as if nobody had, and its adapters, which a weight sync sends or merges.
 
 LoRA: https://arxiv.org/abs/2106.09685, W x + s B A x, with A [r, in], B [out, r] and the scale s. DoRA:
 https://arxiv.org/abs/2402.09353.

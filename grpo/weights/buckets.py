@@ -78,7 +78,8 @@ def meta_bytes(meta: ParamMeta) -> int:
 
 
 def described(metas: Sequence[ParamMeta]) -> dict[str, list]:
-    """What a worker is told of the tensors of a push; a scalar is a tensor of one, as in vLLM's transfers (0.31)."""
+    """What a worker is told of the tensors of a weight sync; a scalar is a tensor of one, as in vLLM's transfers
+    (0.31)."""
     return {
         "names": [meta.name for meta in metas],
         "dtype_names": [str(meta.dtype).removeprefix("torch.") for meta in metas],
@@ -98,7 +99,7 @@ def parted(
 
 
 def packed_bytes(metas: Sequence[ParamMeta], alignment_bytes: int = ALIGNMENT_BYTES) -> int:
-    """Room that `metas` take in a packed buffer."""
+    """Space that `metas` take in a packed buffer."""
     return sum(-(-meta_bytes(meta) // alignment_bytes) * alignment_bytes for meta in metas)
 
 

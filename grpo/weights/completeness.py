@@ -1,8 +1,8 @@
-"""Whether all of a push arrived, told from vLLM's layer-wise reload before it is finalised.
+"""Whether all of a weight sync arrived, distinguished from vLLM's layer-wise reload before it is finalised.
 
-vLLM itself proves nothing about a push (0.31): `load_weights` returns `qkv_proj` as loaded with `v_proj` missing, the
-built-in worker throws that return value away, a layer that received nothing keeps its old tensors behind a log line,
-and a layer that received a part is completed with uninitialised memory.
+vLLM itself proves nothing about a weight sync (0.31): `load_weights` returns `qkv_proj` as loaded with `v_proj`
+missing, the built-in worker throws that return value away, a layer that received nothing keeps its old tensors behind a
+log line, and a layer that received a part is completed with uninitialised memory.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,8 +17,8 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from grpo.weights.destinations import Destination, is_set_by_vllm
 
 
-class IncompletePushError(RuntimeError):
-    """A push left parameters of the engine without new values."""
+class IncompleteSyncError(RuntimeError):
+    """A weight sync left parameters of the engine without new values."""
 
 
 class ChangedBitsError(RuntimeError):
@@ -31,12 +31,12 @@ def shown(lines: Sequence[str]) -> str:
 
 
 def unsent_names(*, known: Collection[str], received: Collection[str], held: Collection[str]) -> list[str]:
-    """One line for each tensor that earlier pushes brought, and that this one neither sends nor says to leave out; and
-    for each that it leaves out though no push has brought it.
+    """One line for each tensor that earlier weight syncs brought, and that this one neither sends nor says to leave
+    out; and for each that it leaves out though no weight sync has brought it.
 
     Args:
-        known: names, as in the checkpoint, of all that earlier pushes brought.
-        held: names that this push says to leave out.
+        known: names, as in the checkpoint, of all that earlier weight syncs brought.
+        held: names that this weight sync says to leave out.
     """
     return [f"{name}: not sent, and not among the frozen ones" for name in sorted({*known} - {*received, *held})] + [
         f"{name}: left out, but never sent before" for name in sorted({*held} - {*known})
@@ -46,22 +46,22 @@ def unsent_names(*, known: Collection[str], received: Collection[str], held: Col
 def unreached_tensors(
     places: Collection[Destination], *, tied: bool, filled: Collection[str], reached: Collection[str]
 ) -> list[str]:
-    """One line for each tensor of the engine that would hold no value of a push when the reload is finalised.
+    """One line for each tensor of the engine that would hold no value of a weight sync when the reload is finalised.
 
-    Either no push has ever filled it, and it holds what dummy loading left there; or others of its layer came and it
-    did not, and vLLM would complete the layer with uninitialised memory.
+    Either no weight sync has ever filled it, and it holds what dummy loading left there; or others of its layer came
+    and it did not, and vLLM would complete the layer with uninitialised memory.
 
     Args:
         places: all that a checkpoint may fill.
         tied: whether the model's configuration ties the head to the embedding.
-        filled: paths of what a weight loader has filled in this push.
-        reached: paths of what one has filled in this push or an earlier one.
+        filled: paths of what a weight loader has filled in this weight sync.
+        reached: paths of what one has filled in this weight sync or an earlier one.
     """
     touched = {id(place.layer) for place in places if place.path in filled and place.name not in SKIP_TENSORS}
     lines = []
     for place in places:
         if place.path not in reached and not is_set_by_vllm(place, tied=tied):
-            lines.append(f"{place.path}: no push has brought it, it holds the noise that vLLM started with")
+            lines.append(f"{place.path}: no weight sync has brought it, it holds the noise that vLLM started with")
         elif (
             place.path not in filled
             and id(place.layer) in touched
@@ -88,19 +88,19 @@ def incomplete_layers(
     *,
     tied: bool,
     received: set[str],
-    pushed_before: bool,
+    synced_before: bool,
     sources: Mapping[str, Collection[str]],
 ) -> list[str]:
     """One line for each layer whose parameters did not all arrive since `initialize_layerwise_reload`.
 
     Allowed gaps: rows that pad the vocabulary; a tied head (its tensor is the embedding's); attention layers, which
     vLLM completes itself; buffers, which `unreached_tensors` looks after; and a layer of which nothing was sent and
-    nothing is missing since an earlier push.
+    nothing is missing since an earlier weight sync.
 
     Args:
         tied: whether the model's configuration ties the head to the embedding.
         received: names, as in the checkpoint, of all that was sent.
-        pushed_before: whether an earlier push was completed.
+        synced_before: whether an earlier weight sync was completed.
         sources: by a layer's path, the names, as in the checkpoint, of what fills it; see `arrivals_of`.
     """
     received = {name for name in received if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS}  # vLLM counts none
@@ -121,7 +121,7 @@ def incomplete_layers(
         if info.load_numel >= expected - _padding_numel(layer):
             continue
         wanted = {*sources.get(name, ())}
-        if info.load_numel == 0 and wanted.isdisjoint(received) and pushed_before:
+        if info.load_numel == 0 and wanted.isdisjoint(received) and synced_before:
             continue
         if tied and isinstance(layer, ParallelLMHead) and info.load_numel == 0 and info.kernel_tensors is not None:
             weight = info.kernel_tensors[0].get("weight")

@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING
 
 from grpo.engine.client import EngineError
-from grpo.engine.supervisor import EngineSupervisor, Respawn
+from grpo.engine.supervisor import EngineRestart, EngineSupervisor
 from grpo.faults.failure import FailureKind, FailureRecord, JobFailed, StepFailed
 from grpo.faults.watch import FailureWatch
 from grpo.groups.node_groups import NodeGroups
@@ -14,9 +14,9 @@ from grpo.place.log import FILE_ONLY
 from grpo.place.wire import Wire
 from grpo.weights.limits import GapVerdict
 from grpo.weights.names import some
-from grpo.weights.proof import Prover, is_due
-from grpo.weights.push import Pusher
-from grpo.weights.report import LogprobGap, PushReport, Verification, slowest
+from grpo.weights.report import LogprobGap, Verification, WeightSyncReport, slowest
+from grpo.weights.sync import WeightSyncer
+from grpo.weights.verifier import Verifier, is_due
 from grpo.weights.wire_format import WireFormat, agreed, ask_engines
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ WARNED_AGAIN_FACTOR = 2.0  # a gap that large, in that of the last warning, is w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Arrivals(Wire):
-    """What a rank says before a push."""
+    """What a rank says before a weight sync."""
 
-    respawns: tuple[Respawn, ...] = ()
+    restarts: tuple[EngineRestart, ...] = ()
     gone: FailureRecord | None = None
     written: tuple[str, ...] = ()
     """Frozen parameters that were written to since they were sent."""
@@ -45,14 +45,14 @@ class _Outcome(Wire):
 
     is_lost: bool = False
     """Whether an engine of its node was lost."""
-    report: PushReport | None = None
+    report: WeightSyncReport | None = None
     doubt: FailureRecord | None = None
     """What is wrong with the gap of its engines, where it is beyond the limit; nothing has failed yet."""
 
 
 @dataclass(eq=False)
 class WeightDelivery:
-    """Pushes, verifies, and begins again where an engine has died. Every rank has one; its methods are collective.
+    """Syncs, verifies, and begins again where an engine has died. Every rank has one; its methods are collective.
 
     A gap that is beyond the limit is answered by sending the whole model once more: a tensor that did not arrive does
     then. Where that does not help, the job ends behind a checkpoint of the last step, or goes on with a warning; see
@@ -63,42 +63,42 @@ class WeightDelivery:
     """
 
     engines: EngineSupervisor
-    pusher: Pusher
-    prover: Prover
+    syncer: WeightSyncer
+    verifier: Verifier
     groups: NodeGroups
     watch: FailureWatch
     _: KW_ONLY
     wire_format: WireFormat
     """What the engines have answered; those that come back have to say the same."""
     timeout_s: float
-    """Of a call to an engine, and of opening a push group."""
-    tell: Callable[[Respawn], None]
+    """Of a call to an engine, and of opening a weight sync group."""
+    tell: Callable[[EngineRestart], None]
     """Hears of every engine of the job that has come back."""
     trial: "AdapterTrial | None"
     """Where adapters travel by themselves; else None."""
 
     def __post_init__(self) -> None:
-        self.respawns: list[Respawn] = []
+        self.restarts: list[EngineRestart] = []
         """Of the whole job."""
         self.total_s_by_node: list[float] = []
-        """Of the last push, its slowest rank's on each node."""
+        """Of the last weight sync, its slowest rank's on each node."""
         self.num_repeats = 0
-        """Pushes that were broken by an engine's death."""
+        """Weight syncs that were broken by an engine's death."""
         self.verification: Verification | None = None
         """The last one; the same on all ranks."""
-        self._num_pushes = 0
-        self._is_open = self._must_ask = self._must_prove = False
+        self._num_syncs = 0
+        self._is_open = self._must_ask = self._must_verify = False
         self._must_try = self.trial is not None
         self._warned_of = 0.0  # nats
 
-    def deliver(self, step: int) -> PushReport:
+    def deliver(self, step: int) -> WeightSyncReport:
         """Bring all engines of the job to the current weights; those that have died are waited for.
 
         Args:
             step: of the weights; the engines' policy version afterwards.
 
         Returns:
-            What the push cost the job.
+            What the weight sync cost the job.
 
         Raises:
             JobFailed: an engine refused the weights, or the first verification did not hold.
@@ -111,10 +111,10 @@ class WeightDelivery:
             outcomes = self._try_adapter(step) if self._must_try else []
             if outcomes is not None:
                 self._must_try = False
-                self._num_pushes += 1
-                _log.debug("weight sync %d begins: policy version %d", self._num_pushes, step)
-                is_verified = is_due(self._num_pushes) or self._must_prove
-                outcomes = self._end_phase(*self._push(step, is_verified, was_sent_again=sent_again is not None))
+                self._num_syncs += 1
+                _log.debug("weight sync %d begins: policy version %d", self._num_syncs, step)
+                is_verified = is_due(self._num_syncs) or self._must_verify
+                outcomes = self._end_phase(*self._sync(step, is_verified, was_sent_again=sent_again is not None))
             if outcomes is not None:
                 if (doubted := self._look_at_gap(outcomes, sent_again)) is None:
                     return self._end_sync(step, outcomes)
@@ -122,41 +122,42 @@ class WeightDelivery:
                 self.require_full_sync()
                 continue
             self.num_repeats += 1
-            _log.info("weight sync %d is broken by an engine's death: again", self._num_pushes, extra=FILE_ONLY)
+            _log.info("weight sync %d is broken by an engine's death: again", self._num_syncs, extra=FILE_ONLY)
             if self.engines.has_lost():
                 self.engines.renew()
 
     @property
     def full_syncs(self) -> int:
         """How often everything had to be sent; the same on all ranks."""
-        return self.pusher.source.times_forgotten
+        return self.syncer.source.times_forgotten
 
     @property
     def adapter_number(self) -> int | None:
-        """Of the adapter that the last push has brought to this node's engines; see `Pusher.adapter_number`."""
-        return self.pusher.adapter_number
+        """Of the adapter that the last weight sync has brought to this node's engines; see
+        `WeightSyncer.adapter_number`."""
+        return self.syncer.adapter_number
 
     def require_full_sync(self) -> None:
         """The next `deliver` sends the whole model and verifies it. On every rank, but not collective."""
         self.forget_sent()
-        self._must_prove = True
+        self._must_verify = True
 
-    def _end_sync(self, step: int, outcomes: Sequence[_Outcome]) -> PushReport:
-        self._must_prove = False
+    def _end_sync(self, step: int, outcomes: Sequence[_Outcome]) -> WeightSyncReport:
+        self._must_verify = False
         reports = [each.report for each in outcomes if each.report is not None]
         report, seconds = slowest(reports), [each.total_s for each in reports]
         self.total_s_by_node = [max(seconds[ranks.start : ranks.stop]) for ranks in self.groups.topology.nodes()]
-        _log.debug("weight sync %d ends: policy version %d, %s", self._num_pushes, step, report)
+        _log.debug("weight sync %d ends: policy version %d, %s", self._num_syncs, step, report)
         if report.gap is not None:
             self.verification = Verification(
-                number=self._num_pushes, policy_version=step, gap=report.gap, limit=self.prover.limit
+                number=self._num_syncs, policy_version=step, gap=report.gap, limit=self.verifier.limit
             )
-            if self.prover.first_gap is None:
-                self.prover.first_gap = report.gap
+            if self.verifier.first_gap is None:
+                self.verifier.first_gap = report.gap
                 _log.info(
                     "the first weight sync is verified: log-probabilities differ by %s; from now on up to %.2g",
                     report.gap,
-                    self.prover.limit,
+                    self.verifier.limit,
                 )
         return report
 
@@ -173,7 +174,7 @@ class WeightDelivery:
         if not found:
             return None
         gap, doubt = max(found, key=lambda each: each[0].judged)
-        verdict = self.prover.judge(gap, was_sent_again=sent_again is not None)
+        verdict = self.verifier.judge(gap, was_sent_again=sent_again is not None)
         if verdict is GapVerdict.SEND_AGAIN:
             _log.info("%s: everything is sent once more", doubt, extra=FILE_ONLY)
             return gap
@@ -194,83 +195,83 @@ class WeightDelivery:
 
     def metrics(self) -> dict[str, float]:
         """Of the whole job, counted from its start on."""
-        metrics = {"engine/respawns": float(len(self.respawns)), "push/repeats": float(self.num_repeats)}
-        if self.respawns:
-            metrics["engine/respawn_s"] = self.respawns[-1].seconds
+        metrics = {"engine/restarts": float(len(self.restarts)), "weight_sync/repeats": float(self.num_repeats)}
+        if self.restarts:
+            metrics["engine/restart_s"] = self.restarts[-1].seconds
         return metrics
 
     def forget_sent(self) -> None:
-        """Let the next push bring all weights, frozen ones too; on every rank."""
-        self.pusher.source.forget_sent()
+        """Let the next weight sync bring all weights, frozen ones too; on every rank."""
+        self.syncer.source.forget_sent()
 
     def close(self) -> None:
-        self.pusher.close()
+        self.syncer.close()
 
     def _try_adapter(self, step: int) -> list[_Outcome] | None:
-        """Push and verify an adapter of noise; None where an engine was lost."""
+        """Weight sync and verify an adapter of noise; None where an engine was lost."""
         assert self.trial is not None
         with self.trial.noise() as limit:
-            found = self._push(step, True, limit=limit)
+            found = self._sync(step, True, limit=limit)
         return self._end_phase(*found)
 
-    def _push(
+    def _sync(
         self, step: int, is_verified: bool, *, limit: float | None = None, was_sent_again: bool = False
-    ) -> tuple[EngineError | None, PushReport, FailureRecord | None]:
+    ) -> tuple[EngineError | None, WeightSyncReport, FailureRecord | None]:
         """What failed on this rank, what its part cost, and what is wrong with the gap, as `_end_phase` takes them.
 
         Args:
-            limit: of the gap, instead of the prover's; beyond it the job ends.
+            limit: of the gap, instead of the verifier's; beyond it the job ends.
         """
-        report, error = self.pusher.push(step, checks_bits=is_verified or self.pusher.packs_on_gpu)
+        report, error = self.syncer.sync(step, checks_bits=is_verified or self.syncer.packs_on_gpu)
         found = None
         if is_verified:
             try:
-                found = self.prover.prove(self._num_pushes, engines_work=error is None)
+                found = self.verifier.verify(self._num_syncs, engines_work=error is None)
             except EngineError as unverified:
                 error = unverified
         if found is None:
             return error, report, None
         gap, client = found
         report = replace(report, gap=gap)
-        verdict = self.prover.judge(gap, limit=limit, was_sent_again=was_sent_again)
+        verdict = self.verifier.judge(gap, limit=limit, was_sent_again=was_sent_again)
         if verdict is GapVerdict.PASS:
-            _log.debug("weight sync %d is verified: a gap of %s", self._num_pushes, gap)
+            _log.debug("weight sync %d is verified: a gap of %s", self._num_syncs, gap)
             return None, report, None
-        what = self.prover.statement(verdict, gap, self._num_pushes, limit=limit)
+        what = self.verifier.statement(verdict, gap, self._num_syncs, limit=limit)
         if verdict is GapVerdict.REFUSE:
             return client.error(what, FailureKind.USER), report, None
         return None, report, self.watch.make_record(f"{client.name} {what}", kind=FailureKind.ENGINE)
 
     def _bring_back(self) -> None:
-        """Until all engines of the job take work, and every node's push group is open."""
+        """Until all engines of the job take work, and every node's weight sync group is open."""
         while True:
             arrivals = self._wait_for_engines()
             if written := sorted({name for each in arrivals for name in each.written}):
                 _log.info("frozen parameters were written to, and travel again: %s", some(written))
-                self.pusher.source.send_again(written)
-            came = [respawn for each in arrivals for respawn in each.respawns]
-            if self._num_pushes and not came:
+                self.syncer.source.send_again(written)
+            came = [restart for each in arrivals for restart in each.restarts]
+            if self._num_syncs and not came:
                 return
-            for respawn in came:
-                self.respawns.append(respawn)
-                _log.info("%s", respawn, extra=FILE_ONLY)
-                self.tell(respawn)
-            self.pusher.source.forget_sent()
+            for restart in came:
+                self.restarts.append(restart)
+                _log.info("%s", restart, extra=FILE_ONLY)
+                self.tell(restart)
+            self.syncer.source.forget_sent()
             self._must_try = self.trial is not None
-            self._must_prove = self._must_prove or bool(came)
+            self._must_verify = self._must_verify or bool(came)
             if self._open():
                 return
             if self.engines.has_lost():
                 self.engines.renew()  # the others of its node may wait for it in a group that never opens
 
     def _wait_for_engines(self) -> list[_Arrivals]:
-        by_sums = is_due(self._num_pushes + 1)
-        mine, failure = _Arrivals(written=tuple(self.pusher.source.written(by_sums=by_sums))), None
+        by_sums = is_due(self._num_syncs + 1)
+        mine, failure = _Arrivals(written=tuple(self.syncer.source.written(by_sums=by_sums))), None
         if self.engines.has_lost():
             self._is_open = False
-            with self.watch.during("engine respawn"):
+            with self.watch.during("engine restart"):
                 try:
-                    mine = replace(mine, respawns=tuple(self.engines.replace_lost()))
+                    mine = replace(mine, restarts=tuple(self.engines.replace_lost()))
                     self._must_ask = True
                 except StepFailed as error:
                     mine = _Arrivals(gone=error.record)
@@ -282,19 +283,19 @@ class WeightDelivery:
         return arrivals
 
     def _open(self) -> bool:
-        """Open the push group of each node that has none; False where an engine was lost meanwhile."""
+        """Open the weight sync group of each node that has none; False where an engine was lost meanwhile."""
         error: Exception | None = None
-        stuck = f"the push group did not open within {self.timeout_s:.0f} s (vllm_sync_timeout) [GRPO-502]"
-        with self.watch.during("push group"):
+        stuck = f"the weight sync group did not open within {self.timeout_s:.0f} s (vllm_sync_timeout) [GRPO-502]"
+        with self.watch.during("weight sync group"):
             try:
                 if not self._is_open:
                     # NCCL's own wait has no deadline. Other engines of the node may be sampling.
-                    with self.watch.within(self.timeout_s, lambda: stuck), self.pusher.at_rest():
+                    with self.watch.within(self.timeout_s, lambda: stuck), self.syncer.at_rest():
                         if self._must_ask:
-                            answer = ask_engines(self.engines.clients, self.pusher.source.question, self.timeout_s)
+                            answer = ask_engines(self.engines.clients, self.syncer.source.question, self.timeout_s)
                             agreed([self.wire_format, answer])
-                        self.pusher.connect()
-                        _log.debug("the push group of this node is open")
+                        self.syncer.connect()
+                        _log.debug("the weight sync group of this node is open")
                     self._is_open, self._must_ask = True, False
             except JobFailed:
                 raise  # the job has its record already
@@ -303,7 +304,7 @@ class WeightDelivery:
             return self._end_phase(error) is not None
 
     def _end_phase(
-        self, error: Exception | None, report: PushReport | None = None, doubt: FailureRecord | None = None
+        self, error: Exception | None, report: WeightSyncReport | None = None, doubt: FailureRecord | None = None
     ) -> list[_Outcome] | None:
         """What all ranks say at the end of a phase; None where an engine was lost on one of them."""
         failure, is_lost = None, False

@@ -65,7 +65,7 @@ def destinations(model: torch.nn.Module) -> list[Destination]:
 
 
 def is_set_by_vllm(destination: Destination, *, tied: bool) -> bool:
-    """Whether vLLM gives this tensor its value itself, and no push needs to.
+    """Whether vLLM gives this tensor its value itself, and no weight sync needs to.
 
     Args:
         tied: whether the model's configuration ties the head to the embedding.

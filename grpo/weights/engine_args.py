@@ -1,4 +1,4 @@
-"""vLLM's arguments for the engine's side of a push: by name, as importing that side loads vLLM."""
+"""vLLM's arguments for the engine's side of a weight sync: by name, as importing that side loads vLLM."""
 
 WORKER = "grpo.weights.worker.AskedWorker"
 """Imported by vLLM in each worker, before it looks for the backend: the module registers ours."""

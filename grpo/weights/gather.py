@@ -94,15 +94,15 @@ def put_rows(place: torch.Tensor, rows: torch.Tensor, first: int) -> None:
     """
     shard = rows.shape[1]
     begin = min(first * shard, place.numel())
-    room = place[begin : begin + rows.numel()]
-    full, rest = divmod(room.numel(), shard)
-    room[: full * shard].view(full, shard).copy_(rows[:full])
+    space = place[begin : begin + rows.numel()]
+    full, rest = divmod(space.numel(), shard)
+    space[: full * shard].view(full, shard).copy_(rows[:full])
     if rest:
-        room[full * shard :].copy_(rows[full, :rest])
+        space[full * shard :].copy_(rows[full, :rest])
 
 
-class _Room:
-    """Memory that is used again from bucket to bucket, for as long as a push goes on."""
+class _Space:
+    """Memory that is used again from bucket to bucket, for as long as a weight sync goes on."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=dtype, device=device)
@@ -121,12 +121,13 @@ class _Room:
 class ShardGather:
     """The gather of ZeRO-3 shards over one process group.
 
-    Over NCCL an all-gather: each of W ranks receives (W-1)/W of a bucket of P bytes, and holds it for as long as a push
-    goes on, though one a node needs it. It is kept, by these numbers (not measured on GPUs yet, `bench.push` does):
+    Over NCCL an all-gather: each of W ranks receives (W-1)/W of a bucket of P bytes, and holds it for as long as a
+    weight sync goes on, though one a node needs it. It is kept, by these numbers (not measured on GPUs yet,
+    `bench.weight_sync` does):
 
-    - Whoever else receives, a local main takes in (W-1)/W P over its own links, and the push waits for it. The others
-      receive meanwhile, over links of their own: 7B on 28 ranks, 14.7 GB at 300 GB/s of NVLink, 0.05 s. What it costs
-      them is the memory of one bucket, 1.05 GiB there.
+    - Whoever else receives, a local main takes in (W-1)/W P over its own links, and the weight sync waits for it. The
+      others receive meanwhile, over links of their own: 7B on 28 ranks, 14.7 GB at 300 GB/s of NVLink, 0.05 s. What it
+      costs them is the memory of one bucket, 1.05 GiB there.
     - A node takes in the other nodes' (N-1)/N P either way. An all-gather's rings enter it at all of its adapters:
       11.4 GB on 4 nodes, at 8 x 50 GB/s 0.03 s. Sent to one GPU it all comes in over that one's adapter: 0.23 s, and
       0.30 s on 64 nodes, where each rank then keeps 64 connections in place of a ring's two.
@@ -153,8 +154,8 @@ class ShardGather:
         flags = [torch.zeros(1, dtype=torch.int32, device=self._device) for _ in range(self._num_ranks)]
         dist.all_gather(flags, torch.full_like(flags[0], int(receives)), group=group)
         self._receivers = [rank for rank, flag in enumerate(flags) if flag.item()]
-        self._received = _Room(dtype, self._device)  # [ranks, shards of a bucket]
-        self._sent = _Room(dtype, self._device)  # [shards of a bucket]
+        self._received = _Space(dtype, self._device)  # [ranks, shards of a bucket]
+        self._sent = _Space(dtype, self._device)  # [shards of a bucket]
 
     def gather(self, parameters: Sequence[torch.Tensor], places: Sequence[torch.Tensor] | None) -> None:
         """Gather one bucket.

@@ -1,9 +1,9 @@
-"""Which parameters end up in one layer of the engine, told from the trainer's model alone.
+"""Which parameters end up in one layer of the engine, distinguished from the trainer's model alone.
 
 vLLM fuses projections that read the same input (`qkv_proj`, `gate_up_proj`) and all experts of a block. A fused layer
-that receives only some of its elements in a push would be completed with uninitialised memory, so a layer travels
-whole or not at all. The groups here may be larger than the engine's layers, never smaller; the engine counts what
-arrives and refuses a push that splits one.
+that receives only some of its elements in a weight sync would be completed with uninitialised memory, so a layer
+travels whole or not at all. The groups here may be larger than the engine's layers, never smaller; the engine counts
+what arrives and refuses a weight sync that splits one.
 """
 
 import contextlib
@@ -59,7 +59,8 @@ def frozen_names(model: nn.Module, *, changing: Collection[str] = ()) -> frozens
         changing: parameters that change all the same, by the adapters that are merged into them.
 
     Buffers are not among them: code that balances experts changes them while nothing is trained, and they are small, so
-    they travel in every push. The parameters beside one, in a module that the engine counts together, go with it.
+    they travel in every weight sync. The parameters beside one, in a module that the engine counts together, go with
+    it.
     """
     groups = layer_groups(model)
     travelling = {groups[name] for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -27,7 +27,7 @@ TRIMMED_FACTOR, MEAN_FACTOR, MEDIAN_FACTOR = 2.5, 5.0, 1.2
 
 # The limits are made for any model: one may stay far below, and a tensor that goes stale later would hide under them.
 # The first verification shows what rounding costs with this model and these kernels, and later ones are held to a
-# multiple of that, which leaves room for a policy that sharpens. It only tightens: were the first weight sync bad, its
+# multiple of that, which leaves space for a policy that sharpens. It only tightens: were the first weight sync bad, its
 # own gap would become the measure. And not without end: a verification that ends good runs is as bad as none.
 FIRST_GAP_FACTOR = 5.0
 LEAST_SHARE = 0.1  # of the limit

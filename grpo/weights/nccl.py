@@ -30,11 +30,11 @@ class NcclTransport:
 
     A bucket is filled on the current stream and broadcast on a stream of its own, which waits for the first. Both are
     queued by the main thread, bucket by bucket, so the order of operations on a communicator is the same everywhere;
-    the push group's has no rank in common with an all-gather that could wait for it but this one. A buffer is free
-    again when its broadcast is over.
+    the weight sync group's has no rank in common with an all-gather that could wait for it but this one. A buffer is
+    free again when its broadcast is over.
 
     Args:
-        buffer_bytes: room for any bucket.
+        buffer_bytes: space for any bucket.
         num_workers: of all the node's engines.
     """
 
@@ -42,7 +42,7 @@ class NcclTransport:
 
     def __init__(self, *, buffer_bytes: int, num_workers: int) -> None:
         self._buffer_bytes = buffer_bytes
-        self._buffers: dict[int, torch.Tensor] = {}  # [bytes] uint8, by index, during a push
+        self._buffers: dict[int, torch.Tensor] = {}  # [bytes] uint8, by index, during a weight sync
         self._sent: dict[int, Any] = {}  # an event after its broadcast, by the same index
         self._stream = torch.cuda.Stream()
         self._num_workers = num_workers
@@ -104,7 +104,7 @@ class NcclTransport:
 
     def begin(self) -> None:
         if self._aborted.is_set():
-            raise EngineError("the push group was ended by an earlier failure: it takes no more weights")
+            raise EngineError("the weight sync group was ended by an earlier failure: it takes no more weights")
 
     def places(self, number: int, bucket: Bucket) -> list[torch.Tensor]:
         index = number % NUM_BUFFERS
@@ -140,7 +140,7 @@ class NcclTransport:
         self._sent.clear()
 
     def abort(self) -> None:
-        """End every operation on the push group, from any thread; the group cannot be used again."""
+        """End every operation on the weight sync group, from any thread; the group cannot be used again."""
         with self._abort_lock:
             if not self._aborted.is_set():
                 self._aborted.set()

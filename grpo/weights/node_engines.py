@@ -23,7 +23,7 @@ class NodeEngines:
         self._asked: dict[EngineLike, Future[Any]] = {}  # by the last call to all
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Rank 0 of the push group is the sender, then engine by engine its workers."""
+        """Rank 0 of the weight sync group is the sender, then engine by engine its workers."""
         infos = [dict(init_info) for _ in self._clients]
         if "rank_offset" in init_info:
             for index, info in enumerate(infos):
@@ -55,7 +55,7 @@ class NodeEngines:
     def pause(self) -> list[dict[int, int]]:
         """Not of vLLM's client: no step begins until `resume`. Tokens so far of the completions of each engine, by id.
 
-        An engine of the node that fails leaves the others paused: they are of no use any more, see `Pusher.push`.
+        An engine of the node that fails leaves the others paused: they are of no use any more, see `WeightSyncer.sync`.
         """
         return self._on_all("pause", [{} for _ in self._clients])
 

@@ -15,7 +15,7 @@ def refresh_packed_weights(model: torch.nn.Module, reloaded: set[torch.nn.Module
     alone: a reload writes plain values where the kernel reads packed ones, off by 0.02 to 0.4 (Qwen3-MoE).
 
     Args:
-        reloaded: layers that got values in this push; the others are packed already.
+        reloaded: layers that got values in this weight sync; the others are packed already.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts, cpu_prepack_moe_weight
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm

@@ -77,8 +77,8 @@ class _Place(NamedTuple):
 
 
 class ArrivedSums:
-    """Sums of the tensors that arrive in one push, and of the same memory when vLLM's loaders read it, which may be
-    much later: they wait for the other tensors of their layer."""
+    """Sums of the tensors that arrive in one weight sync, and of the same memory when vLLM's loaders read it, which may
+    be much later: they wait for the other tensors of their layer."""
 
     def __init__(self) -> None:
         self._arrived: dict[str, torch.Tensor] = {}

@@ -1,4 +1,5 @@
-"""The engine's side of a push: vLLM's weight-transfer engines, made to count what arrived before a reload is finalised.
+"""The engine's side of a weight sync: vLLM's weight-transfer engines, made to count what arrived before a reload is
+finalised.
 
 Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed.
 """
@@ -22,7 +23,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _get_original_load
 from grpo.weights.adapter_slot import is_adapters, take_adapter, without_adapters
 from grpo.weights.completeness import (
     ChangedBitsError,
-    IncompletePushError,
+    IncompleteSyncError,
     incomplete_layers,
     shown,
     unreached_tensors,
@@ -61,9 +62,9 @@ def _without_warnings() -> Iterator[None]:
 class CountedReload(WeightTransferEngine):
     """The layer-wise reload with a proof of completeness at its end; mixed into both transports."""
 
-    _known: frozenset[str] = frozenset()  # checkpoint names that finished pushes have brought
-    _reached: frozenset[str] = frozenset()  # paths of the engine's tensors that finished pushes have filled
-    _places: Sequence[Destination] = ()  # during a push: all that it may fill
+    _known: frozenset[str] = frozenset()  # checkpoint names that finished weight syncs have brought
+    _reached: frozenset[str] = frozenset()  # paths of the engine's tensors that finished weight syncs have filled
+    _places: Sequence[Destination] = ()  # during a weight sync: all that it may fill
     _whole_experts: Mapping[str, list[WholeLoad]] = MappingProxyType({})  # by the name under which they travel
     _sources: Mapping[str, set[str]] = MappingProxyType({})  # by a layer's path, checkpoint names of what fills it
     _parts: Mapping[str, list[str]] = MappingProxyType({})  # by the same name, those in the checkpoint
@@ -73,8 +74,8 @@ class CountedReload(WeightTransferEngine):
         return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
     def wire_format(self, question: dict[str, Any]) -> WireFormat:
-        """Before the first push: which dtypes this engine holds, which experts it can load at once, and what it has no
-        place for.
+        """Before the first weight sync: which dtypes this engine holds, which experts it can load at once, and what it
+        has no place for.
 
         A dry run of a reload: nothing is loaded, and the tensors that stood there are put back.
 
@@ -118,7 +119,7 @@ class CountedReload(WeightTransferEngine):
         self._sums: ArrivedSums | None = None  # while bits are checked
 
     def _begin_reload(self) -> None:
-        """With the first weight that comes: a push of adapters alone walks over no layer."""
+        """With the first weight that comes: a weight sync of adapters alone walks over no layer."""
         self._reloads = True
         self._reload.enter_context(without_adapters(self.model))
         initialize_layerwise_reload(self.model)
@@ -132,7 +133,7 @@ class CountedReload(WeightTransferEngine):
         def watched(*args: Any, **kwargs: Any) -> Any:
             sent = loaded_weight(args, kwargs).dtype
             if sent != held and sent.is_floating_point and held.is_floating_point:
-                raise IncompletePushError(f"{path} was sent in {sent}, but this engine holds it in {held}")
+                raise IncompleteSyncError(f"{path} was sent in {sent}, but this engine holds it in {held}")
             self._filled.add(path)
             return loader(*args, **kwargs)
 
@@ -155,7 +156,7 @@ class CountedReload(WeightTransferEngine):
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load what one update brings: experts that came whole part by part, all else through the model's own way.
 
-        Adapters are laid aside for `take_adapter`.
+        Adapters are quarantined for `take_adapter`.
         """
         if self._sums is not None:
             for name, weight in weights:
@@ -177,25 +178,29 @@ class CountedReload(WeightTransferEngine):
         """Complete the reload.
 
         Raises:
-            IncompletePushError: a layer did not get all of its elements, or a tensor has never been filled by a push;
-                names the layers and what is missing.
+            IncompleteSyncError: a layer did not get all of its elements, or a tensor has never been filled by a weight
+                sync; names the layers and what is missing.
         """
         received = {name for name in self._received if not is_adapters(name)}
         reached = self._reached | self._filled
         lines = self._incomplete(received, reached) if self._reloads else []
         lines += unsent_names(known=self._known, received=self._received, held=self._held)
         if lines:
-            raise IncompletePushError(f"the push is incomplete in {len(lines)} places [GRPO-503]: {shown(lines)}")
+            raise IncompleteSyncError(
+                f"the weight sync is incomplete in {len(lines)} places [GRPO-503]: {shown(lines)}"
+            )
         if self._reloads:
             self._finish_reload()
         self._known |= self._received
         self._reached = reached
-        _log.debug("the push is complete: %d parameters came, %d tensors are filled", len(received), len(reached))
+        _log.debug(
+            "the weight sync is complete: %d parameters came, %d tensors are filled", len(received), len(reached)
+        )
 
     def _incomplete(self, received: set[str], reached: Collection[str]) -> list[str]:
         before = bool(self._known)
         lines = incomplete_layers(
-            self.model, tied=self._tied, received=received, pushed_before=before, sources=self._sources
+            self.model, tied=self._tied, received=received, synced_before=before, sources=self._sources
         )
         layers = {line.partition(": ")[0] for line in lines}  # not repeated tensor by tensor
         for line in unreached_tensors(self._places, tied=self._tied, filled=self._filled, reached=reached):
@@ -217,7 +222,7 @@ class CountedReload(WeightTransferEngine):
         self._reload.close()
 
     def check_bits(self, sent: Mapping[str, int]) -> None:
-        """Compare what this push has brought with what was sent, once all of it is loaded.
+        """Compare what this weight sync has brought with what was sent, once all of it is loaded.
 
         Args:
             sent: the trainer's sums (`page_sum`), by the names under which tensors travel.
@@ -225,12 +230,12 @@ class CountedReload(WeightTransferEngine):
         Raises:
             ChangedBitsError: they differ; names the tensors.
         """
-        assert self._sums is not None, "check_bits after a push that did not ask for sums"
+        assert self._sums is not None, "check_bits after a weight sync that did not ask for sums"
         if lines := self._sums.changed(sent):
-            raise ChangedBitsError(f"the push changed {len(lines)} tensors [GRPO-506]: {shown(lines)}")
+            raise ChangedBitsError(f"the weight sync changed {len(lines)} tensors [GRPO-506]: {shown(lines)}")
 
     def take_adapter(self, lora_manager: Any, number: int, keep: Collection[int]) -> None:
-        """Hold the adapter that the last push has brought, and those to keep."""
+        """Hold the adapter that the last weight sync has brought, and those to keep."""
         take_adapter(lora_manager, number, self._adapter, self.device, keep)
         self._adapter = {}
 
@@ -241,6 +246,6 @@ class CountedReload(WeightTransferEngine):
         for name in names:
             parts = self._parts.get(name, [name])
             if not self._received.isdisjoint(parts):
-                raise IncompletePushError(f"the push sends {name} twice")
+                raise IncompleteSyncError(f"the weight sync sends {name} twice")
             self._received.update(parts)
         self._held.update(part for name in held for part in self._parts.get(name, [name]))

@@ -1,4 +1,4 @@
-"""What pushes cost and what their verifications found: records, and their metrics. Imports nothing heavy."""
+"""What weight syncs cost and what their verifications found: records, and their metrics. Imports nothing heavy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,8 +41,8 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PushReport(Wire):
-    """What one push cost this rank. Gathering and sending overlap: their sum is more than the total."""
+class WeightSyncReport(Wire):
+    """What one weight sync cost this rank. Gathering and sending overlap: their sum is more than the total."""
 
     total_s: float
     """From the call to the engines' readiness; on ranks that send nothing, to the end of the last gather."""
@@ -58,7 +58,8 @@ class PushReport(Wire):
     """From the call that paused the node's engines to the end of the one that let them go on; None where they were not
     paused, or the rank sends nothing."""
     gap: LogprobGap | None = None
-    """The worst engine's of the node; None where none was asked: the push was not proved, or the rank has none."""
+    """The worst engine's of the node; None where none was asked: the weight sync was not verified, or the rank has
+    none."""
 
     def __str__(self) -> str:
         took = f"gather {self.gather_s:.2f} s, send {self.send_s:.2f} s"
@@ -66,24 +67,24 @@ class PushReport(Wire):
 
     def metrics(self) -> dict[str, float]:
         metrics = {
-            "push/total_s": self.total_s,
-            "push/gather_s": self.gather_s,
-            "push/send_s": self.send_s,
-            "push/bytes": float(self.num_bytes),
+            "weight_sync/total_s": self.total_s,
+            "weight_sync/gather_s": self.gather_s,
+            "weight_sync/send_s": self.send_s,
+            "weight_sync/bytes": float(self.num_bytes),
         }
         if self.paused_s is not None:
-            metrics["push/paused_s"] = self.paused_s
+            metrics["weight_sync/paused_s"] = self.paused_s
         if self.gap is not None:
-            metrics |= {"push/logprob_gap_mean": self.gap.mean, "push/logprob_gap_max": self.gap.max}
-            metrics |= {"push/logprob_gap_judged": self.gap.judged}
+            metrics |= {"weight_sync/logprob_gap_mean": self.gap.mean, "weight_sync/logprob_gap_max": self.gap.max}
+            metrics |= {"weight_sync/logprob_gap_judged": self.gap.judged}
         return metrics
 
 
-def slowest(reports: Sequence[PushReport]) -> PushReport:
-    """What one push cost the job: of each figure the largest of any rank."""
+def slowest(reports: Sequence[WeightSyncReport]) -> WeightSyncReport:
+    """What one weight sync cost the job: of each figure the largest of any rank."""
     gaps = [report.gap for report in reports if report.gap is not None]
     paused_s = [report.paused_s for report in reports if report.paused_s is not None]
-    return PushReport(
+    return WeightSyncReport(
         total_s=max(report.total_s for report in reports),
         gather_s=max(report.gather_s for report in reports),
         send_s=max(report.send_s for report in reports),

@@ -24,18 +24,18 @@ POLL_S = 0.2
 class Transport(Protocol):
     """Packed buffers, and how their content reaches the engines. For the main thread, but for `abort`.
 
-    Made with `buffer_bytes`, room for any bucket, and `num_workers`, of all engines of the node. Bucket `number` of a
-    push, from 0, stands in buffer `number % NUM_BUFFERS`.
+    Made with `buffer_bytes`, space for any bucket, and `num_workers`, of all engines of the node. Bucket `number` of a
+    weight sync, from 0, stands in buffer `number % NUM_BUFFERS`.
     """
 
     device: str
     """The kind of device on which its buffers are."""
 
     def open(self, engines: "NodeEngines", on_refusal: Callable[[EngineError], None]) -> None:
-        """Meet the engines; once. `on_refusal` is told, from any thread, of one that refuses."""
+        """Meet the engines; once. `on_refusal` is reported, from any thread, of one that refuses."""
 
     def begin(self) -> None:
-        """Before a push. Raises EngineError after an `abort`."""
+        """Before a weight sync. Raises EngineError after an `abort`."""
 
     def places(self, number: int, bucket: Bucket) -> list[torch.Tensor]:
         """Where the parameters of this bucket stand in its buffer."""
@@ -51,17 +51,18 @@ class Transport(Protocol):
         """Whether the buffer of this bucket, which was sent, may be filled again; waits for that, `wait_s` at most."""
 
     def end(self) -> None:
-        """After a push, however it went: what only a push needs is given back."""
+        """After a weight sync, however it went: what only a weight sync needs is given back."""
 
     def abort(self) -> None:
-        """End what is in flight, from any thread: the engines give the push up."""
+        """End what is in flight, from any thread: the engines give the weight sync up."""
 
     def close(self) -> None: ...
 
 
 @dataclass(eq=False)
 class Sender:
-    """One push of a local main. Its thread makes socket calls alone; each has a deadline, and so all waits here end.
+    """One weight sync of a local main. Its thread makes socket calls alone; each has a deadline, and so all waits here
+    end.
 
     After an error of an engine or of the transport nothing more is sent, and `places` says None.
     """
@@ -72,7 +73,7 @@ class Sender:
     """All that will be sent, in order."""
     _: KW_ONLY
     held: Sequence[str]
-    """Checkpoint names that this push leaves out, because the engines have them."""
+    """Checkpoint names that this weight sync leaves out, because the engines have them."""
     sums_bits: bool
     """Whether the engines sum what arrives."""
     timeout_s: float
@@ -93,7 +94,7 @@ class Sender:
         self._num_sent, self._first_sent = 0, 0.0
         self.send_s = 0.0
         """Seconds from the first bucket on its way until the self.engines have taken up all; after `finish`."""
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grpo-push")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grpo-sync")
         try:
             self.transport.begin()
         except EngineError as error:
@@ -135,7 +136,7 @@ class Sender:
         begun, limit_s = time.monotonic(), self._limit_s(self._num_sent - 1)
         try:
             # A library may hold the main thread here, and nothing in Python can end that.
-            stuck_s = limit_s + self.timeouts.push_stuck_s
+            stuck_s = limit_s + self.timeouts.sync_stuck_s
             with on_expiry(limit_s, self.transport.abort), on_expiry(stuck_s, self._tell_stuck):
                 self.transport.start_sending(self._num_sent - 1, bucket)
         except EngineError as error:
@@ -161,7 +162,7 @@ class Sender:
 
     def abandon(self, why: BaseException) -> None:
         """Send nothing more and wait for nothing. The engines' update stays open: they are of no use any more."""
-        self._note(0, EngineError(f"the push was given up: {type(why).__name__}: {why}"))
+        self._note(0, EngineError(f"the weight sync was given up: {type(why).__name__}: {why}"))
         self.transport.abort()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -176,7 +177,8 @@ class Sender:
         return self.timeout_s if number else 3 * self.timeout_s
 
     def _wait(self, is_over: Callable[[float], bool], what: str, limit_s: float) -> None:
-        """Until it is over, or the engines have answered with whatever; a deadline that passes breaks the push."""
+        """Until it is over, or the engines have answered with whatever; a deadline that passes breaks the weight
+        sync."""
         deadline = time.monotonic() + limit_s
         while not self._is_broken and not self._start().done() and not is_over(POLL_S):
             if time.monotonic() > deadline:
@@ -197,7 +199,8 @@ class Sender:
             self._note(1, error)
 
     def _note(self, distance: int, error: EngineError) -> None:
-        """Keep the error nearest to the cause: what has ended the push here, what an engine said, what broke then."""
+        """Keep the error nearest to the cause: what has ended the weight sync here, what an engine said, what broke
+        then."""
         with self._lock:
             if distance < self._distance:
                 self._distance, self._error = distance, error
@@ -209,5 +212,5 @@ class Sender:
         self.transport.abort()
 
     def _tell_stuck(self) -> None:
-        waited_s = self._limit_s(self._num_sent - 1) + self.timeouts.push_stuck_s
+        waited_s = self._limit_s(self._num_sent - 1) + self.timeouts.sync_stuck_s
         self.on_stuck(EngineError(f"bucket {self._num_sent} is stuck on its way to the engines: {waited_s:.0f} s"))

@@ -26,7 +26,7 @@ class SentAdapters:
         self._kept: dict[int, SentAdapter] = {}
 
     def begin(self) -> None:
-        """Before a push; what a broken one has noted is forgotten."""
+        """Before a weight sync; what a broken one has noted is forgotten."""
         self._coming = {}
 
     def note(self, bucket: Bucket, places: Sequence[torch.Tensor]) -> None:

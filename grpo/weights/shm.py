@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from grpo.weights.node_engines import NodeEngines
 
 FILLED, GIVEN_UP = b"\1", b"\0"
-"""What the trainer writes to a worker: of the next bucket, of the push."""
+"""What the trainer writes to a worker: of the next bucket, of the weight sync."""
 
 
 class ShmTransport:
     """Packed buffers in one unnamed memory file, and pipes that say when one is filled and when it was read.
 
-    It needs no room in /dev/shm (64 MB in a plain container), no other user can open it, and it is gone with the last
+    It needs no space in /dev/shm (64 MB in a plain container), no other user can open it, and it is gone with the last
     process that maps it, however that one ends. Workers copy what they keep out of a buffer, which is free again when
-    all of them have written their number into the common pipe. The file stays between pushes, in host memory.
+    all of them have written their number into the common pipe. The file stays between weight syncs, in host memory.
 
     Args:
-        buffer_bytes: room for any bucket.
+        buffer_bytes: space for any bucket.
         num_workers: of all the node's engines, at most 256.
     """
 
@@ -36,11 +36,11 @@ class ShmTransport:
 
     def __init__(self, *, buffer_bytes: int, num_workers: int) -> None:
         self._num_bytes = NUM_BUFFERS * buffer_bytes
-        self._descriptor = os.memfd_create("grpo-push", os.MFD_CLOEXEC)
+        self._descriptor = os.memfd_create("grpo-sync", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, self._num_bytes)
         mapped = torch.frombuffer(mmap.mmap(self._descriptor, self._num_bytes), dtype=torch.uint8)
         self._buffers = mapped.chunk(NUM_BUFFERS)
-        self._num_taken = [0] * num_workers  # buckets of this push, by worker
+        self._num_taken = [0] * num_workers  # buckets of this weight sync, by worker
         self._filled = [_pipe() for _ in range(num_workers)]  # the workers' ends first, as in `_taken`
         taken, workers_end = _pipe()
         self._taken = (workers_end, taken)  # both stay open: a pipe without a writer has nothing to wait for
@@ -69,8 +69,8 @@ class ShmTransport:
 
     def begin(self) -> None:
         if self._is_aborted:
-            raise EngineError("the push group was ended by an earlier failure: it takes no more weights")
-        while self._poll.poll(0):  # of the last push, which need not have read all: its engines had answered
+            raise EngineError("the weight sync group was ended by an earlier failure: it takes no more weights")
+        while self._poll.poll(0):  # of the last weight sync, which need not have read all: its engines had answered
             os.read(self._taken[1].fileno(), 4096)
         self._num_taken = [0] * len(self._num_taken)
 

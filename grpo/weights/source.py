@@ -1,4 +1,5 @@
-"""The trainer's weights as they travel: which of them a push takes, in which buckets, under the checkpoint's names."""
+"""The trainer's weights as they travel: which of them a weight sync takes, in which buckets, under the checkpoint's
+names."""
 
 import contextlib
 from collections.abc import Collection, Sequence
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PushPlan:
-    """What one push takes."""
+class WeightSyncPlan:
+    """What one weight sync takes."""
 
     buckets: tuple[Bucket, ...]
     held: tuple[str, ...]
-    """Checkpoint names that stay behind: frozen layers, which an earlier push has brought."""
+    """Checkpoint names that stay behind: frozen layers, which an earlier weight sync has brought."""
 
     @property
     def metas(self) -> list[ParamMeta]:
@@ -103,7 +104,7 @@ class GatheredSource:
         self.adopt(WireFormat())
 
     def adopt(self, wire_format: WireFormat) -> None:
-        """Take what the engines answered; on every rank, before the push group is opened."""
+        """Take what the engines answered; on every rank, before the weight sync group is opened."""
         computed = {*wire_format.computed}
         self._units = [
             in_format(unit, wire_format)
@@ -116,7 +117,7 @@ class GatheredSource:
         self._travel_dtypes = {name: common_dtype(unit) for unit in self._units for name in unit.names}
         self._unplaced = {*wire_format.unplaced}
         self._held.forget()
-        self._plans: dict[frozenset[str], PushPlan] = {}  # by the parameters that stay behind
+        self._plans: dict[frozenset[str], WeightSyncPlan] = {}  # by the parameters that stay behind
 
     @property
     def checkpoint_metas(self) -> list[ParamMeta]:
@@ -139,7 +140,7 @@ class GatheredSource:
 
     @property
     def question(self) -> dict[str, Any]:
-        """What the engines are asked before the first push; see `ask_engines`."""
+        """What the engines are asked before the first weight sync; see `ask_engines`."""
         return {
             "metas": described(self.checkpoint_metas),
             "buffers": self.buffers,
@@ -148,13 +149,14 @@ class GatheredSource:
 
     @property
     def buffer_bytes(self) -> int:
-        """Room for any bucket of any plan."""
+        """Space for any bucket of any plan."""
         return max(self._bucket_bytes, *(packed_bytes(unit.metas) for unit in self._units))
 
     # -- what travels ---------------------------------------------------------------------------------------------
 
-    def plan(self) -> PushPlan:
-        """The next push: everything, but for layers of which nothing is trained and which the engines have already.
+    def plan(self) -> WeightSyncPlan:
+        """The next weight sync: everything, but for layers of which nothing is trained and which the engines have
+        already.
 
         Raises:
             ValueError: on every rank alike; something that is trained has no place in the engines, or what stands under
@@ -166,7 +168,7 @@ class GatheredSource:
         if left not in self._plans:
             units = [unit for unit in self._units if not left.issuperset(unit.names)]
             cuts = make_buckets([packed_bytes(unit.metas) for unit in units], self._bucket_bytes)
-            self._plans[left] = PushPlan(
+            self._plans[left] = WeightSyncPlan(
                 buckets=tuple(self._bucket([units[index] for index in cut]) for cut in cuts),
                 held=tuple(meta.name for unit in self._units if left.issuperset(unit.names) for meta in unit.metas),
             )
@@ -177,7 +179,7 @@ class GatheredSource:
         return sum(whole_shape(t).numel() for name, t in bucket.parameters if name not in self._as_they_are)
 
     def mark_sent(self) -> None:
-        """Say that a push of the last plan has reached the engines.
+        """Say that a weight sync of the last plan has reached the engines.
 
         What is trained now may change before it is frozen, and travels once more then.
         """
@@ -207,7 +209,7 @@ class GatheredSource:
             self._held.forget([name for name, group in groups.items() if group in written])
 
     def _look_up(self) -> None:
-        """Take what stands under the names now: code may have put another tensor there since the last push."""
+        """Take what stands under the names now: code may have put another tensor there since the last weight sync."""
         with self._plain_model():
             present = _travelling(self.model, self._left_out)
         layers = [] if self.lora is None else self.lora.layers()
@@ -312,8 +314,8 @@ class GatheredSource:
         if sharded and self._gather is None:
             self._gather = ShardGather(sharded[0].ds_process_group, dtype=self.wire_dtype, receives=receives)
 
-    def end_push(self) -> None:
-        """After the last `fill` of a push, or the one that broke it: hold none of its memory; on every rank."""
+    def end_sync(self) -> None:
+        """After the last `fill` of a weight sync, or the one that broke it: hold none of its memory; on every rank."""
         if self._gather is not None:
             self._gather.release()
 

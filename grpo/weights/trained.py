@@ -1,4 +1,4 @@
-"""What the engines are kept equal to, and what keeps them so: what a push takes of it, and who proves it."""
+"""What the engines are kept equal to, and what keeps them so: what a weight sync takes of it, and who proves it."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from grpo.weights.adapter_trial import AdapterTrial
 from grpo.weights.adapters import Lora
 from grpo.weights.layers import has_experts
 from grpo.weights.probe import probe_prompts
-from grpo.weights.proof import Prover
 from grpo.weights.source import GatheredSource
+from grpo.weights.verifier import Verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class TrainedModel:
             takes_images=self.pictures is not None,
         )
 
-    def prover(
+    def verifier(
         self,
         args: GRPOConfig,
         clients: Sequence[EngineLike],
@@ -70,14 +70,14 @@ class TrainedModel:
         num_shards: int,
         on_gpus: bool,
         largest: Callable[[float], float],
-    ) -> Prover:
+    ) -> Verifier:
         """Verifies weight syncs to `clients`.
 
         Args:
             num_shards: that an engine cuts its vocabulary into.
-            largest: as `Prover` takes it.
+            largest: as `Verifier` takes it.
         """
-        return Prover(
+        return Verifier(
             model=self.model,
             clients=clients,
             probe=probe_prompts(
@@ -104,8 +104,8 @@ class TrainedModel:
         """By themselves, and not inside of the weights that they change."""
         return self.lora is not None and not self.lora.merges
 
-    def trial(self, prover: Prover, smallest: Callable[[float], float]) -> AdapterTrial | None:
+    def trial(self, verifier: Verifier, smallest: Callable[[float], float]) -> AdapterTrial | None:
         """Where adapters travel by themselves; see `AdapterTrial`."""
         if self.lora is None or self.lora.merges:
             return None
-        return AdapterTrial(self.lora, prover, smallest)
+        return AdapterTrial(self.lora, verifier, smallest)

@@ -1,4 +1,5 @@
-"""In which form the trainer's tensors travel: what the engines are asked once, before the first push, and answer.
+"""In which form the trainer's tensors travel: what the engines are asked once, before the first weight sync, and
+answer.
 
 Imports neither vLLM nor DeepSpeed.
 """
@@ -70,7 +71,7 @@ def agreed(answers: Sequence[WireFormat]) -> WireFormat:
                 | ({*first.unplaced} ^ {*other.unplaced})
             )
             raise RuntimeError(
-                f"two engines hold {odd[:3]} in different forms, and one push cannot serve both: run the same vLLM on "
+                f"two engines hold {odd[:3]} in different forms, and one weight sync cannot serve both: run the same vLLM on "
                 "devices of one kind on all nodes"
             )
     return first

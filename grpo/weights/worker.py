@@ -1,4 +1,4 @@
-"""The engine's side of a push: vLLM's worker with a few questions more, and how the buckets come to it.
+"""The engine's side of a weight sync: vLLM's worker with a few questions more, and how the buckets come to it.
 
 Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed.
 """
@@ -31,7 +31,7 @@ from grpo.weights.shm import FILLED
 
 @dataclass
 class BucketsInfo(WeightTransferUpdateInfo):
-    """What both backends are told of a push, before its first bucket is there."""
+    """What both backends are told of a weight sync, before its first bucket is there."""
 
     names: list[str]
     dtype_names: list[str]
@@ -42,7 +42,7 @@ class BucketsInfo(WeightTransferUpdateInfo):
     timeout_s: float
     """For which a bucket is waited for, at most."""
     held: list[str] = field(default_factory=list)
-    """Checkpoint names that this engine has from an earlier push, and that this one leaves out."""
+    """Checkpoint names that this engine has from an earlier weight sync, and that this one leaves out."""
     sums_bits: bool = False
     """Whether what arrives is summed for `check_bits`."""
 
@@ -85,7 +85,7 @@ class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):
         if self.model_update_group is not None:  # the trainer opens a new one, for another engine has been replaced
             self.model_update_group.destroy()
         super().init_transfer_engine(init_info)
-        # vLLM goes on without NCCL when it cannot load it; a push would then "receive" uninitialised memory.
+        # vLLM goes on without NCCL when it cannot load it; a weight sync would then "receive" uninitialised memory.
         if getattr(self.model_update_group, "disabled", False):
             raise RuntimeError("vLLM could not load NCCL in the engine: set vllm_sync_backend to 'shm', or mend NCCL")
 
@@ -156,14 +156,14 @@ class CountedShmEngine(CountedReload, WeightTransferEngine[ShmInitInfo, BucketsI
             torch.accelerator.synchronize()
 
     def _wait_filled(self, timeout_s: float) -> None:
-        """Raises TimeoutError, or ConnectionError where the trainer has given the push up or is gone."""
+        """Raises TimeoutError, or ConnectionError where the trainer has given the weight sync up or is gone."""
         assert self._filled_pipe is not None
         poll = select.poll()
         poll.register(self._filled_pipe, select.POLLIN)
         if not poll.poll(min(1000 * timeout_s, 2**31 - 1)):
             raise TimeoutError(f"the trainer's next bucket did not come within {timeout_s:.0f} s")
         if self._filled_pipe.read(1) != FILLED:
-            raise ConnectionError("the trainer has given the push up")
+            raise ConnectionError("the trainer has given the weight sync up")
 
     def shutdown(self) -> None:
         for end in (self._filled_pipe, self._taken_pipe):

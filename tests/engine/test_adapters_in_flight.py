@@ -1,4 +1,4 @@
-"""Adapters that arrive amid completions, on one real engine with room for three: each completion ends with its own."""
+"""Adapters that arrive amid completions, on one real engine with space for three: each completion ends with its own."""
 
 import copy
 import os
@@ -17,9 +17,9 @@ from grpo.engine.client import EngineClient, EngineError
 from grpo.engine.environment import engine_environment
 from grpo.engine.messages import Sample, Sampled
 from grpo.weights.adapters import Lora
-from grpo.weights.push import Pusher
-from grpo.weights.report import PushReport
+from grpo.weights.report import WeightSyncReport
 from grpo.weights.source import GatheredSource
+from grpo.weights.sync import WeightSyncer
 from grpo.weights.wire_format import ask_engines
 from tests.support.bare_engine import START_S, engine_spec
 from tests.support.beside_model import sampled_gap
@@ -30,7 +30,7 @@ CALL_S = 120.0
 ANSWER_S = 240.0
 LAYERS = ("q_proj", "v_proj", "down_proj")
 SLOTS = 3  # two batches under way, and the newest adapter
-NUM_TOKENS = 1000  # of a completion: several pushes take as long as a few dozen
+NUM_TOKENS = 1000  # of a completion: several weight syncs take as long as a few dozen
 NUM_PROMPTS, COPIES = 4, 2
 MAX_GAP = 1e-3  # nats
 ATTEMPTS = 10  # to find completions under way still; a process may be starved while the engine goes on
@@ -40,7 +40,7 @@ Bits = list[tuple[list[int], bytes]]
 
 
 class Flight:
-    """An engine, the adapters that are pushed to it, and what it has answered."""
+    """An engine, the adapters that are synced to it, and what it has answered."""
 
     def __init__(self, model_path: Path, folder: Path) -> None:
         torch.manual_seed(0)
@@ -72,7 +72,7 @@ class Flight:
         self.client.wait_ready(START_S)
         self.source = GatheredSource(self.lora.base, wire_dtype=torch.float32, bucket_bytes=2**20, lora=self.lora)
         self.source.adopt(ask_engines(self.clients, self.source.question, CALL_S))
-        self.pusher = Pusher(
+        self.syncer = WeightSyncer(
             self.source,
             self.clients,
             backend="shm",
@@ -81,8 +81,8 @@ class Flight:
             in_flight=True,
             adapters_in_use=self.adapters_in_use,
         )
-        self.pusher.connect()
-        self.push()
+        self.syncer.connect()
+        self.sync()
         self.client.listen(self._hear)
 
     def come_back(self) -> None:
@@ -92,7 +92,7 @@ class Flight:
         self.clients[0] = self.start()
         self.client.wait_ready(START_S)
         ask_engines(self.clients, self.source.question, CALL_S)
-        self.pusher.connect()
+        self.syncer.connect()
         self.source.forget_sent()
         self.client.listen(self._hear)
 
@@ -117,31 +117,31 @@ class Flight:
                 if parameter.requires_grad:
                     parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
 
-    def push(self) -> PushReport:
-        report, error = self.try_to_push()
+    def sync(self) -> WeightSyncReport:
+        report, error = self.try_to_sync()
         assert error is None, error
         return report
 
-    def try_to_push(self) -> tuple[PushReport, EngineError | None]:
+    def try_to_sync(self) -> tuple[WeightSyncReport, EngineError | None]:
         self._version += 1
-        report, error = self.pusher.push(self._version, checks_bits=True)
+        report, error = self.syncer.sync(self._version, checks_bits=True)
         if error is not None:
-            self.pusher.connect()  # an error ends the push group
+            self.syncer.connect()  # an error ends the weight sync group
         else:
-            assert self.pusher.adapter_number is not None
-            self._weights[self.pusher.adapter_number] = {
+            assert self.syncer.adapter_number is not None
+            self._weights[self.syncer.adapter_number] = {
                 name: parameter.detach().clone()
                 for name, parameter in self.model.named_parameters()
                 if parameter.requires_grad
             }
         return report, error
 
-    def push_another(self, seed: int) -> int:
+    def sync_another(self, seed: int) -> int:
         """An adapter that was not there before; its number."""
         self.train(seed)
-        self.push()
-        assert self.pusher.adapter_number is not None
-        return self.pusher.adapter_number
+        self.sync()
+        assert self.syncer.adapter_number is not None
+        return self.syncer.adapter_number
 
     def submit(self, adapter: int | None, *, num_prompts: int = NUM_PROMPTS, copies: int = COPIES) -> range:
         first = self._next_id
@@ -236,7 +236,7 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     try:
         flight.meet()
         yield flight
-        flight.pusher.close()
+        flight.syncer.close()
     finally:
         flight.client.close()
 
@@ -249,20 +249,20 @@ def flight(engine: Flight) -> Iterator[Flight]:
 
 
 def test_completions_end_with_the_adapter_with_which_they_began(flight: Flight) -> None:
-    first = flight.push_another(1)
+    first = flight.sync_another(1)
     of_first = flight.alone(first)
     for attempt in range(ATTEMPTS):
         old = flight.begun(first)
         flight.train(2 + attempt)
-        report = flight.push()
+        report = flight.sync()
         if flight.are_under_way(old):
             break
         flight.bits(old)
     else:
-        pytest.fail("no push has come amid completions")
+        pytest.fail("no weight sync has come amid completions")
     assert report.paused_s is None
     assert flight.bits(old) == of_first
-    second = flight.pusher.adapter_number
+    second = flight.syncer.adapter_number
     assert second is not None
     new, newest = flight.submit(second), flight.submit(None)
     assert max(flight.gap(new, second), flight.gap(newest, second), flight.gap(old, first)) < MAX_GAP
@@ -274,7 +274,7 @@ def three_under_way(flight: Flight, seed: int) -> tuple[list[int], list[range]]:
     for attempt in range(ATTEMPTS):
         numbers, ids = [], []
         for slot in range(SLOTS):
-            numbers.append(flight.push_another(seed + SLOTS * attempt + slot))
+            numbers.append(flight.sync_another(seed + SLOTS * attempt + slot))
             ids.append(flight.begun(numbers[-1]))
         if all(flight.are_under_way(each) for each in ids):
             return numbers, ids
@@ -286,14 +286,14 @@ def three_under_way(flight: Flight, seed: int) -> tuple[list[int], list[range]]:
 def test_all_slots_are_in_use_at_once_and_none_is_taken_from_under_completions(flight: Flight) -> None:
     numbers, ids = three_under_way(flight, 100)
     held = flight.adapters_in_use()
-    _, error = flight.try_to_push()
+    _, error = flight.try_to_sync()
     if held == {*numbers} == flight.adapters_in_use():
         assert error is not None
-        assert f"requests still use {numbers}, and the engine has room for 3 adapters" in str(error)
+        assert f"requests still use {numbers}, and the engine has space for 3 adapters" in str(error)
     for number, each in zip(numbers, ids, strict=True):  # nothing has become of them
         assert flight.gap(each, number) < MAX_GAP
     again = flight.begun(numbers[1])
-    fourth = flight.push_another(200)  # the others are needed no more
+    fourth = flight.sync_another(200)  # the others are needed no more
     assert flight.gap(again, numbers[1]) < MAX_GAP
     assert flight.gap(flight.submit(fourth), fourth) < MAX_GAP
     lost = flight.submit(numbers[0], num_prompts=1, copies=1)
@@ -304,35 +304,36 @@ def test_all_slots_are_in_use_at_once_and_none_is_taken_from_under_completions(f
     assert flight.gap(flight.submit(fourth), fourth) < MAX_GAP, "the engine lives"
 
 
-def test_what_is_aborted_holds_up_no_push_and_ends_no_engine(flight: Flight) -> None:
-    number = flight.push_another(300)
+def test_what_is_aborted_holds_up_no_sync_and_ends_no_engine(flight: Flight) -> None:
+    number = flight.sync_another(300)
     for seed in range(301, 304):
         flight.abort(flight.begun(number))
-        number = flight.push_another(seed)  # which drops the adapter of those
+        number = flight.sync_another(seed)  # which drops the adapter of those
     assert flight.gap(flight.submit(number), number) < MAX_GAP
 
 
 def test_the_base_once_more_and_a_trial_by_noise_leave_completions_as_they_are(flight: Flight) -> None:
-    """As after another engine's death: a new push group, everything again, an adapter of noise, then the real one."""
-    number = flight.push_another(400)
+    """As after another engine's death: a new weight sync group, everything again, an adapter of noise, then the real
+    one."""
+    number = flight.sync_another(400)
     expected = flight.alone(number)
     for _ in range(ATTEMPTS):
         old = flight.begun(number)
-        with flight.pusher.at_rest():
+        with flight.syncer.at_rest():
             ask_engines(flight.clients, flight.source.question, CALL_S)
-            flight.pusher.connect()
+            flight.syncer.connect()
         flight.source.forget_sent()
         with flight.lora.with_noise(0.5):
-            report = flight.push()
-        flight.push()
+            report = flight.sync()
+        flight.sync()
         if flight.are_under_way(old):
             break
         flight.bits(old)
     else:
-        pytest.fail("no push has come amid completions")
+        pytest.fail("no weight sync has come amid completions")
     assert report.paused_s is not None, "layers of the base are taken apart meanwhile"
     assert flight.bits(old) == expected
-    assert flight.bits(flight.at_once(flight.pusher.adapter_number)) == expected, (
+    assert flight.bits(flight.at_once(flight.syncer.adapter_number)) == expected, (
         "the same weights under another number"
     )
 
@@ -340,11 +341,11 @@ def test_the_base_once_more_and_a_trial_by_noise_leave_completions_as_they_are(f
 def test_an_engine_that_comes_back_gets_the_adapters_that_completions_need(flight: Flight) -> None:
     numbers = []
     for waiting, seed in ((-2, 500), (-3, 501)):
-        numbers.append(flight.push_another(seed))
+        numbers.append(flight.sync_another(seed))
         flight._adapter_of[waiting] = numbers[-1]  # as of a pool in which completions wait for an engine
-    flight.push_another(502)
+    flight.sync_another(502)
     flight.come_back()
-    numbers.append(flight.push_another(503))
+    numbers.append(flight.sync_another(503))
     for number in numbers:
         assert flight.gap(flight.submit(number), number) < MAX_GAP
     assert flight.gap(flight.submit(None), numbers[-1]) < MAX_GAP

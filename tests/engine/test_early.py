@@ -1,4 +1,5 @@
-"""A host that imports vLLM before it is told what to run: it serves then, and nothing of it stays where nobody asks."""
+"""A host that imports vLLM before it is given what to run: it serves then, and nothing of it stays where nobody
+asks."""
 
 import dataclasses
 import os
@@ -41,7 +42,7 @@ def engine(model: Path, folder: Path, **variables: str) -> EngineClient:
 
 
 @pytest.mark.usefixtures("launched")
-def test_a_host_is_told_later_what_to_run_and_where(
+def test_a_host_is_given_later_what_to_run_and_where(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = tmp_path / "kernels"

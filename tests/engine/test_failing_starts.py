@@ -1,4 +1,4 @@
-"""An engine whose processes fail while it starts: it is told within seconds, and the next start works."""
+"""An engine whose processes fail while it starts: it is reported within seconds, and the next start works."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from tests.support.bare_engine import START_S, engine_spec, until
 from tests.support.contract import inner_process, worker_process
 from tests.support.launching import kill, known_models, wait_gone
 
-TOLD_S = 10.0  # from a process's failure on
+REPORTED_S = 10.0  # from a process's failure on
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def test_a_start_that_was_killed_while_it_compiled_spoils_no_other(tiny_model: P
         for process in processes:
             with contextlib.suppress(ProcessLookupError):  # it has followed another one
                 kill(process.pid)
-        assert not wait_gone(processes, TOLD_S)
+        assert not wait_gone(processes, REPORTED_S)
     sources = [*tmp_path.glob("kernels/slots/*/*/*.cpp")]
     assert sources
     for source in sources:  # as a linker leaves it that is killed
@@ -79,7 +79,7 @@ def test_a_start_that_was_killed_while_it_compiled_spoils_no_other(tiny_model: P
         client.wait_ready(START_S)
     assert {*compiled} == {path for path in libraries(tmp_path) if path.stat().st_size}, "what was compiled serves"
 
-    # Libraries that are spoilt in whatever other way: told at once, and set aside.
+    # Libraries that are spoilt in whatever other way: told at once, and quarantined.
     for path in compiled:
         path.write_bytes(b"")
     with starting(tiny_model, tmp_path, enforce_eager=False) as client:
@@ -87,7 +87,7 @@ def test_a_start_that_was_killed_while_it_compiled_spoils_no_other(tiny_model: P
         failed = time.monotonic()
         with pytest.raises(EngineError, match=r"file too short|CppCompileError"):
             client.wait_ready(START_S)
-        assert time.monotonic() - failed < TOLD_S
+        assert time.monotonic() - failed < REPORTED_S
     with starting(tiny_model, tmp_path, enforce_eager=False) as client:
         client.wait_ready(START_S)
 
@@ -106,7 +106,7 @@ def test_a_start_that_is_late_leaves_what_it_has_compiled(tiny_model: Path, tmp_
     assert {path: again[path] for path in compiled} == compiled, "they were not compiled again"
 
 
-def test_a_worker_that_cannot_load_the_model_is_told(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_worker_that_cannot_load_the_model_is_reported(tiny_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     for path in tiny_model.iterdir():
@@ -117,11 +117,11 @@ def test_a_worker_that_cannot_load_the_model_is_told(tiny_model: Path, tmp_path:
         failed = time.monotonic()
         with pytest.raises(EngineError, match="SafetensorError"):
             client.wait_ready(START_S)
-        assert time.monotonic() - failed < TOLD_S
+        assert time.monotonic() - failed < REPORTED_S
 
 
 @pytest.mark.parametrize("process", [inner_process, pytest.param(worker_process, marks=pytest.mark.long)])
-def test_a_process_of_vllm_that_is_killed_while_it_starts_is_told(
+def test_a_process_of_vllm_that_is_killed_while_it_starts_is_reported(
     process: Callable[[int], psutil.Process], tiny_model: Path, tmp_path: Path
 ) -> None:
     with starting(tiny_model, tmp_path) as client:
@@ -130,4 +130,4 @@ def test_a_process_of_vllm_that_is_killed_while_it_starts_is_told(
         killed = time.monotonic()
         with pytest.raises(EngineError, match=r"exit code 1 \[GRPO-404\]: .*GRPO-403.*was killed"):
             client.wait_ready(START_S)
-        assert time.monotonic() - killed < TOLD_S
+        assert time.monotonic() - killed < REPORTED_S

@@ -29,6 +29,6 @@ def test_the_same_weights_change_no_bit_of_what_is_under_way(tmp_path: Path) -> 
         flight.meet()
         flight.listen()
         same_weights_change_no_bit(flight)
-        flight.pusher.close()
+        flight.syncer.close()
     finally:
         flight.client.close()

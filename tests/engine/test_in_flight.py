@@ -37,7 +37,7 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     try:
         flight.meet()
         yield flight
-        flight.pusher.close()
+        flight.syncer.close()
     finally:
         flight.client.close()
 
@@ -50,7 +50,7 @@ def flight(engine: Flight) -> Iterator[Flight]:
     yield engine
     engine.resume()
     engine.model.load_state_dict(weights)
-    engine.push()
+    engine.sync()
 
 
 def change(model: torch.nn.Module) -> None:
@@ -83,7 +83,7 @@ def test_other_weights_leave_what_was_sampled_and_sample_what_follows(flight: Fl
     ids, counts = flight.under_way(prompts, COPIES)
     old = copy.deepcopy(flight.model)
     change(flight.model)
-    flight.push()
+    flight.sync()
     assert flight.client.call("weight_version", CALL_S) == str(flight.version)
     followed = 0
     for row, (before, now) in enumerate(zip(expected, flight.answered(ids), strict=True)):
@@ -106,7 +106,7 @@ def test_a_salt_keeps_the_kv_of_old_weights_from_new_completions(flight: Flight)
     assert [cached(flight, prompt, salt) for salt in ("1", "1", "2", "2")] == [0, 256, 0, 256]
     assert [cached(flight, other, None) for _ in range(2)] == [0, 256]
     change(flight.model)
-    flight.push()
+    flight.sync()
     assert cached(flight, other, None) == 256, "nothing else drops it"
     assert [cached(flight, prompt, salt) for salt in ("3", "3")] == [0, 256]
 

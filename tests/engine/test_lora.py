@@ -51,21 +51,21 @@ def engine_of(model: PeftModel, folder: Path, tmp_path: Path, way: str) -> Itera
 
 
 def check_steps(model: PeftModel, local: LocalVLLM, progress: Progress) -> list[int]:
-    """Some steps, after each of which the engine computes what the trainer does; what each push brought."""
-    pushed = []
+    """Some steps, after each of which the engine computes what the trainer does; what each weight sync brought."""
+    synced = []
     for step in range(STEPS):
         progress.step = step
         train(model, step)
         local.sync_weights()
         _, completions, logprobs, _ = local.generate(PROMPTS, None, 1)
         assert sampled_gap(model, PROMPTS, completions, logprobs) < 1e-3
-        assert local.last_push is not None
-        assert local.last_push.gap is not None
-        assert local.last_push.gap.max < 1e-3
-        pushed.append(local.last_push.num_bytes)
+        assert local.last_sync is not None
+        assert local.last_sync.gap is not None
+        assert local.last_sync.gap.max < 1e-3
+        synced.append(local.last_sync.num_bytes)
     with model.disable_adapter():
         assert sampled_gap(model, PROMPTS, completions, logprobs) > 0.1  # the adapter is no small thing
-    return pushed
+    return synced
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from grpo.rollout.pool import EnginePool
 from grpo.rollout.prompts import Pictured, Prompts, collapse
 from grpo.weights.limits import GapVerdict
 from grpo.weights.probe import probe_prompts
-from grpo.weights.proof import Prover
+from grpo.weights.verifier import Verifier
 from tests.support.bare_engine import START_S, engine_spec
 from tests.support.multimodal_models import engines_environment, save_multimodal_model
 
@@ -73,8 +73,8 @@ def test_the_engine_computes_what_the_model_does_behind_a_picture(there: SimpleN
     assert apart(*[encoded(Image.new("RGB", (64, 64)))] * 2) > LIMIT
 
 
-def prover(there: SimpleNamespace, pictures: PictureProbe) -> Prover:
-    return Prover(
+def verifier(there: SimpleNamespace, pictures: PictureProbe) -> Verifier:
+    return Verifier(
         model=there.model,
         clients=[there.client],
         probe=probe_prompts(there.model.config.text_config.vocab_size, 64, placeholder_ids(there.model.config)),
@@ -90,13 +90,13 @@ def prover(there: SimpleNamespace, pictures: PictureProbe) -> Prover:
 
 def test_a_verification_fails_where_the_engine_sees_another_picture(there: SimpleNamespace) -> None:
     probe = picture_probe(there.processor, "3+4 is more than 5+6")
-    verified = prover(there, probe)
-    gap, _ = verified.prove(1, engines_work=True) or pytest.fail("no engine was asked")
+    verified = verifier(there, probe)
+    gap, _ = verified.verify(1, engines_work=True) or pytest.fail("no engine was asked")
     assert verified.judge(gap, was_sent_again=False) is GapVerdict.PASS
 
     blank = encoded(Image.new("RGB", (64, 64)))
-    blind = prover(there, replace(probe, pictures=(blank, blank)))
-    gap, _ = blind.prove(1, engines_work=True) or pytest.fail("no engine was asked")
+    blind = verifier(there, replace(probe, pictures=(blank, blank)))
+    gap, _ = blind.verify(1, engines_work=True) or pytest.fail("no engine was asked")
     verdict = blind.judge(gap, was_sent_again=False)
     assert verdict is GapVerdict.REFUSE
     assert "log-probabilities of the same tokens behind an image differ by" in blind.statement(verdict, gap, 1)
@@ -110,8 +110,8 @@ def test_a_tower_with_other_weights_fails_the_verification(there: SimpleNamespac
     try:
         with torch.no_grad():
             weight.neg_()
-        changed = prover(there, probe)
-        gap, _ = changed.prove(1, engines_work=True) or pytest.fail("no engine was asked")
+        changed = verifier(there, probe)
+        gap, _ = changed.verify(1, engines_work=True) or pytest.fail("no engine was asked")
     finally:
         weight.data.copy_(before)
     assert gap.behind_image

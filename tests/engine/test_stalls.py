@@ -1,4 +1,4 @@
-"""An engine that is alive and ends no step: it is told from a slow one, shows where it is, and is ended."""
+"""An engine that is alive and ends no step: it is distinguished from a slow one, shows where it is, and is ended."""
 
 import os
 import time
@@ -64,7 +64,7 @@ def test_a_slow_step_does_nothing_and_one_that_never_ends_is_a_death(
         batch = pool.submit(requests)
         until(lambda: next_step.has_begun, CONTRACT_S, "nothing is scheduled")
         with pytest.raises(EngineError, match="did not answer weight_version within 8 s"):
-            client.call("weight_version", 8.0)  # as every call of a push it has a limit of its own
+            client.call("weight_version", 8.0)  # as every call of a weight sync it has a limit of its own
         assert not deaths
         with ThreadPoolExecutor(1) as thread:
             pause = thread.submit(client.call, "pause", START_S)  # which waits for the step, and has no other limit
@@ -72,7 +72,7 @@ def test_a_slow_step_does_nothing_and_one_that_never_ends_is_a_death(
                 client.call("prompt_logprobs", START_S, prompts=[[5, 6, 7]])  # for which it runs steps, too
             assert "the engine is stuck" in str(pause.exception())
         assert pool.collect(batch, CONTRACT_S) is None, "it is lost, as one that died"
-        until(lambda: bool(deaths), CONTRACT_S, "nobody was told")
+        until(lambda: bool(deaths), CONTRACT_S, "nobody heard")
         (death,) = deaths
         first, *stacks = death.what.splitlines()
         assert "the engine is stuck: it has ended no step for " in first

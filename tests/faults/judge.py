@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.matrix import NODES, Cell, Expected
-from tests.support.contract import TOLD, records_by_rank, records_in
+from tests.support.contract import REPORTED, records_by_rank, records_in
 from tests.support.launching import Job
 from tests.support.left_over import left_over, processes_in
 
@@ -86,7 +86,7 @@ def silent_ranks(job: Job, struck: Collection[int], ranks: Collection[int] = (0,
     output = job.output()
     reported = {*records_by_rank(output), *(int(number) for number in _DIED.findall(output)), *struck}
     for path in (job.output_dir / "run" / "logs").glob("rank-*.log"):
-        if TOLD in path.read_text(errors="replace") and (match := _LOG.fullmatch(path.name)):
+        if REPORTED in path.read_text(errors="replace") and (match := _LOG.fullmatch(path.name)):
             reported.add(int(match[1]))
     return [rank for rank in ranks if rank not in reported]
 

@@ -18,7 +18,7 @@ REWARD_S = 15  # of `reward_timeout` where the reward hangs
 PHASES = {
     "start": "an engine has been started, the model is not loaded yet",
     "generate": "completions are under way in the engines, all ranks wait for them",
-    "push": "a bucket is on its way to the engines, the other ranks gather",
+    "sync": "a bucket is on its way to the engines, the other ranks gather",
     "train": "before a training step's forward, on every rank",
     "save": "ranks have written their parts of a checkpoint, which is not complete",
     "resume": "a checkpoint is being loaded",
@@ -89,8 +89,8 @@ FAULTS = (
         for target, what, config in _PROCESSES
         for act, done in _ACTS
     ),
-    Fault(name="disk-full", shown="no room in the output folder", act="fill", target="disk"),
-    Fault(name="shm-full", shown="no room in /dev/shm", act="fill", target="shm"),
+    Fault(name="disk-full", shown="no space in the output folder", act="fill", target="disk"),
+    Fault(name="shm-full", shown="no space in /dev/shm", act="fill", target="shm"),
     Fault(
         name="prompt-refused",
         shown="prompts of a stream, longer than the engine holds",
@@ -214,11 +214,11 @@ _REASONS = {  # by patterns of cells' names; the first one holds
     "host-*/resume/two": _AS_ON_ONE,
     "disk-full/resume/one": "nothing is written between the start and the first step",
     "disk-full/generate/one": "nothing is written to the output folder there; the engine's log may lose lines",
-    "disk-full/push/one": "nothing is written to the output folder there; the engine's log may lose lines",
+    "disk-full/sync/one": "nothing is written to the output folder there; the engine's log may lose lines",
     "shm-full/train/one": "nothing takes shared memory there: data-loader workers have theirs since the first step",
     "shm-full/save/one": "nothing takes shared memory there",
     "shm-full/generate/one": "what engines share they have had since their start",
-    "shm-full/push/one": "pushes go through an unnamed memory file, which takes no room in /dev/shm",
+    "shm-full/sync/one": "weight syncs go through an unnamed memory file, which takes no space in /dev/shm",
     "shm-full/resume/one": "as in the start, which it follows",
     "worker-*/start/one": "the workers are not there yet",
 }
@@ -250,7 +250,7 @@ def _expected(fault: Fault, phase: str, layout: str) -> Expected:
     if fault.act == "eat":
         return Expected(says=(node, "rank 0", "GRPO-628"))
     if fault.act == "fill":
-        return Expected(says=(node, "GRPO-702|No space left|Insufficient space|no room|full|Bus error|GRPO-601"))
+        return Expected(says=(node, "GRPO-702|No space left|Insufficient space|no space|full|Bus error|GRPO-601"))
     if fault.is_engines:
         return Expected(says=(node, "engine start|start", "GRPO-404|GRPO-406" if fault.act == "kill" else "stopped"))
     if fault.target.startswith("node"):

@@ -26,7 +26,7 @@ Cells: seconds until the job ended as specified. "goes on": the job went on, wit
 not as specified, see below. "*": stale, the code that the cell exercises has changed since (comments aside;
 `tests/faults/stamps.py` lists it). "not run": no result yet. A letter: the reason why the cell is never run, below.
 `make faults` runs all of it (`python -m tests.faults.run --jobs 3`: about 70 minutes on two cores),
-`python -m tests.faults.run --stale` the stale cells, and `python -m tests.faults.run 'host-*/push/*'` some; each writes
+`python -m tests.faults.run --stale` the stale cells, and `python -m tests.faults.run 'host-*/sync/*'` some; each writes
 this page.
 """
 

@@ -1,6 +1,6 @@
 """Runs cells of the matrix on real jobs: `python -m tests.faults.run [PATTERN …]`, all without one (`make faults`).
 
-A cell is FAULT/PHASE/LAYOUT, as in `matrix.py`; patterns are a shell's: `'host-*/push/*'`. What was found goes into
+A cell is FAULT/PHASE/LAYOUT, as in `matrix.py`; patterns are a shell's: `'host-*/sync/*'`. What was found goes into
 `results.json`, cell by cell, and `docs/faults.md` is written from it at the end. `--list` shows the cells alone, and
 what is known of each; `--stale` takes those alone that have no good result of the code as it is, so that a run that
 was broken off goes on.
@@ -149,7 +149,7 @@ def _run_in(around: Surroundings, cell: Cell, ground: Ground, out: Path) -> Resu
         left = sorted(left_over(job.temporary, job.orphans_before | lost)) if ended is not None else []
         ranks = ranks_of(cell.layout)
         gone = [rank for rank in ranks if (marks / f"rank-{rank}.json").exists() and rank_pid(marks, rank) in struck]
-        if fault.target == "disk":  # who raises the cause itself says it so, and there is no room for it in its log
+        if fault.target == "disk":  # who raises the cause itself says it so, and there is no space for it in its log
             gone += [rank for rank in ranks if f"[rank{rank}]: OSError: [Errno 28]" in job.output()]
         return judge(
             cell.expected, job, ended, running, left, struck=gone, spares=bool(cell.expected.spared), ranks=ranks

@@ -24,7 +24,7 @@ ALWAYS = (
 )
 """What starts, runs and ends in every cell; not the checks before a start, nor what a run writes for its readers."""
 OF_PHASES = {"save": ("grpo/checkpoints/**/*.py",), "resume": ("grpo/checkpoints/**/*.py",)}
-OF_TWO_NODES = ("grpo/ops/launch/**/*.py", "grpo/ops/meeting/**/*.py")
+OF_TWO_NODES = ("grpo/ops/launch/**/*.py", "grpo/ops/rendezvous/**/*.py")
 OF_REWARDS = ("grpo/rewards/**/*.py",)
 OF_SURROUNDINGS = (
     "tests/faults/surroundings.py",

@@ -72,7 +72,7 @@ def send(pids: Collection[int], number: signal.Signals) -> None:
 
 
 def fill(folder: Path) -> None:
-    """Until there is no room in the file system of `folder`."""
+    """Until there is no space in the file system of `folder`."""
     with (folder / "filler").open("wb", buffering=0) as filler:
         try:
             while True:

@@ -15,7 +15,7 @@ from tests.support.stuck_engine import FOR_EVER, NextStep
 DISK, SHM = "16m", "4m"  # of the file systems that are filled
 FROZEN = "256m"  # of the one that is frozen
 THAWED_S = 240  # at the latest, whatever becomes of the process that froze it
-ROOM = 1 << 30  # bytes, beyond what a job has taken when its limit is set
+SPACE = 1 << 30  # bytes, beyond what a job has taken when its limit is set
 _OWN_MOUNTS = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
 
 
@@ -85,7 +85,7 @@ def _with_little_memory(engine: NextStep | None) -> Iterator[Surroundings]:
     with memory_group() as group:
 
         def put() -> None:
-            group.limit(group.used_bytes + ROOM)
+            group.limit(group.used_bytes + SPACE)
             if engine is not None:
                 engine.takes_all_memory()
 

@@ -18,7 +18,7 @@ from tests.support.launching import ROOT, Job, free_port, start, tiny_job_script
 
 JOB_S = 600
 BENCHMARK_S = 1200
-MAX_GAP_BF16 = 0.15  # grpo.weights.proof's limit of the mean
+MAX_GAP_BF16 = 0.15  # grpo.weights.verifier's limit of the mean
 MAX_SAMPLED_BF16 = 0.05  # mean of sampled tokens, which are likelier than the proof's; others report 0.01 to 0.03
 
 
@@ -59,7 +59,7 @@ def by_torchrun(script: list[str], *, gpus: int, reserved: int) -> Callable[[int
 def tiny_script(
     model: Path, out: Path, *, hold: str = "", lora: dict[str, Any] | None = None, **config: Any
 ) -> list[str]:
-    """`tests/jobs/tiny_job.py` with these settings: three steps in bf16, several buckets a push."""
+    """`tests/jobs/tiny_job.py` with these settings: three steps in bf16, several buckets a weight sync."""
     settings = {"use_cpu": False, "bf16": True, "vllm_gpu_memory_utilization": 0.2, **config}
     if rehearsed():
         reserved = settings.pop("vllm_reserved_gpus")
@@ -80,7 +80,8 @@ def launch(command: Callable[[int], list[str]], out: Path, *, nodes: int = 1, en
 
 
 def finish(job: Job, *, num_steps: int = 3, stale: Sequence[int] = ()) -> list[dict]:
-    """Wait for the end; the metrics of the steps. Gaps of pushes, and of what was sampled in each step, are in limits.
+    """Wait for the end; the metrics of the steps. Gaps of weight syncs, and of what was sampled in each step, are in
+    limits.
 
     Args:
         stale: steps whose samples are by other weights, on purpose.
@@ -100,8 +101,8 @@ def finish(job: Job, *, num_steps: int = 3, stale: Sequence[int] = ()) -> list[d
 
 
 def largest_gap(steps: list[dict]) -> float:
-    """The largest mean gap of a push's proof, in nats."""
-    return max(line["push/logprob_gap_mean"] for line in steps if "push/logprob_gap_mean" in line)
+    """The largest mean gap of a weight sync's proof, in nats."""
+    return max(line["weight_sync/logprob_gap_mean"] for line in steps if "weight_sync/logprob_gap_mean" in line)
 
 
 def first_step_s(job: Job, timeout_s: float) -> float:

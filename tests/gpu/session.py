@@ -85,8 +85,8 @@ class Telling:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
             more = {"result": "not run", "detail": reason.removeprefix("Skipped: ")}
         elif report.failed:
-            told = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
-            first = (told or [report.longreprtext])[0][:300]
+            reported = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
+            first = (reported or [report.longreprtext])[0][:300]
             more = {"result": "FAILED", "detail": first, "text": report.longreprtext}
         elif report.when == "call":
             figures = [value for name, value in report.user_properties if name == "figure"]

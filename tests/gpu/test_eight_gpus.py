@@ -17,5 +17,5 @@ def test_two_nodes_of_four(tmp_path: Path, figure: Callable[[str, float, str], N
     script = tiny_script(model, out, vllm_reserved_gpus=1)
     steps = finish(launch(by_accelerate(script, gpus_per_node=4, reserved=1, nodes=2), out, nodes=2))
     figure("largest mean gap", largest_gap(steps), "nats")
-    figure("push", steps[-1]["push/total_s"], "s")
-    figure("gather", steps[-1]["push/gather_s"], "s")
+    figure("sync", steps[-1]["weight_sync/total_s"], "s")
+    figure("gather", steps[-1]["weight_sync/gather_s"], "s")

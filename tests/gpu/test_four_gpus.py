@@ -30,5 +30,5 @@ def test_layout(layout: str, tmp_path: Path, figure: Callable[[str, float, str],
     if "ddp_backend" in config:
         assert job.rank(0)["backend"] == config["ddp_backend"]
     figure("largest mean gap", largest_gap(steps), "nats")
-    figure("push", steps[-1]["push/total_s"], "s")
+    figure("sync", steps[-1]["weight_sync/total_s"], "s")
     figure("launch to first step", steps[0]["startup/launch_to_first_step_s"], "s")

@@ -14,7 +14,7 @@ from tests.gpu.requirements import rehearsed
 @pytest.mark.takes(120)
 def test_all_gather_against_shards_to_the_sender(tmp_path: Path, figure: Callable[[str, float, str], None]) -> None:
     """Two ranks and an engine: every rank receives the other's half in an all-gather, one of them otherwise."""
-    from bench.push import figures_of, run_ranks
+    from bench.weight_sync import figures_of, run_ranks
 
     device = "cpu" if rehearsed() else "cuda"
     settings = {"repetitions": 2 if rehearsed() else 5, "bucket_mb": 512, "shards": "bfloat16"}
@@ -26,10 +26,14 @@ def test_all_gather_against_shards_to_the_sender(tmp_path: Path, figure: Callabl
         {"exchange": 0, "all-gather": half},
     ]
     figures = figures_of(ranks)
-    names = ("exchange", "all-gather", *(() if rehearsed() else ("own push by exchange",)), "own push")
+    names = ("exchange", "all-gather", *(() if rehearsed() else ("own weight sync by exchange",)), "own weight sync")
     medians = {name: sorted(figures[name].values)[len(figures[name].values) // 2] for name in names}
     for name, seconds in medians.items():
         figure(name, seconds, "s")
     if not rehearsed():
         # The sending rank receives as much in both: about 1 where what the other one receives costs no time.
-        figure("own push / own push by exchange", medians["own push"] / medians["own push by exchange"], "")
+        figure(
+            "own weight sync / own weight sync by exchange",
+            medians["own weight sync"] / medians["own weight sync by exchange"],
+            "",
+        )

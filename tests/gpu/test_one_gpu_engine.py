@@ -1,4 +1,5 @@
-"""An engine and the model that it is held to on one GPU: pushes through shared memory, verified, and one that is wrong.
+"""An engine and the model that it is held to on one GPU: weight syncs through shared memory, verified, and one that is
+wrong.
 
 The way of a weight but for NCCL, which takes two GPUs: packed by the trainer, loaded by vLLM's workers into kernels,
 compiled code and CUDA graphs that are there already.
@@ -91,15 +92,15 @@ def test_an_engine_holds_what_it_was_sent(
                 disturb(model, step)
             begun = time.monotonic()
             local.sync_weights()
-            assert local.last_push is not None
-            assert local.last_push.gap is not None
+            assert local.last_sync is not None
+            assert local.last_sync.gap is not None
             sampled = time.monotonic()
             _, completions, logprobs, _ = local.generate(PROMPTS, None, 1)
             ended = time.monotonic()
             assert sampled_gap(model, PROMPTS[::8], completions[::8], logprobs[::8]) < SAMPLED_LIMIT[dtype]
-        figure("a push", 1e3 * (sampled - begun), "ms")
-        figure("bytes", local.last_push.num_bytes / 1e6, "MB")
-        figure("gap, mean", local.last_push.gap.mean, "nats")
+        figure("a weight sync", 1e3 * (sampled - begun), "ms")
+        figure("bytes", local.last_sync.num_bytes / 1e6, "MB")
+        figure("gap, mean", local.last_sync.gap.mean, "nats")
         figure("64 completions", sum(map(len, completions)) / (ended - sampled), "tokens/s")
         if rehearsed() and dtype == torch.bfloat16:
             return  # of so small a model, rounding explains as much as what follows changes

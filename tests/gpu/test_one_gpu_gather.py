@@ -48,7 +48,8 @@ def test_rows_of_28_ranks_are_the_whole_parameter(held: torch.dtype, wire: torch
 
 @pytest.mark.gpus(1)
 def test_time_to_put_15_gb_together(figure: Callable[[str, float, str], None]) -> None:
-    """A model of 7.6 B parameters, bucket by bucket as in a push: 512 MiB of bf16 out of what 28 ranks have sent."""
+    """A model of 7.6 B parameters, bucket by bucket as in a weight sync: 512 MiB of bf16 out of what 28 ranks have
+    sent."""
     bucket = 2**28 + 1  # elements; does not divide
     shard = -(-bucket // RANKS)
     place = torch.empty(bucket, dtype=torch.bfloat16, device="cuda")

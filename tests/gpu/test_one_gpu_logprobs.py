@@ -1,4 +1,4 @@
-"""What the proof of a push takes for the trainer's log-probabilities, against their definition."""
+"""What the proof of a weight sync takes for the trainer's log-probabilities, against their definition."""
 
 from collections.abc import Callable
 

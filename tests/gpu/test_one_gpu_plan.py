@@ -63,9 +63,9 @@ def test_the_plan_against_the_allocator(tmp_path: Path, figure: Callable[[str, f
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n')
     plan = planned(model, tmp_path / "data.jsonl")
     if not rehearsed():
-        room, most = torch.cuda.get_device_properties(0).total_memory, max(plan.values())
-        if room < most * TOO_LITTLE:
-            pytest.skip(f"needs a GPU of {most * TOO_LITTLE / 2**30:.0f} GiB (this one has {room / 2**30:.0f})")
+        space, most = torch.cuda.get_device_properties(0).total_memory, max(plan.values())
+        if space < most * TOO_LITTLE:
+            pytest.skip(f"needs a GPU of {most * TOO_LITTLE / 2**30:.0f} GiB (this one has {space / 2**30:.0f})")
     numbers = [str(number) for number in (COMPLETIONS, PROMPT_TOKENS, COMPLETION_TOKENS)]
     script = [str(ROOT / "tests" / "jobs" / "memory_phases_job.py"), str(model), str(output)]
     script += ["cpu" if rehearsed() else "cuda", *numbers]

@@ -41,9 +41,9 @@ def test_the_first_step_comes_within_two_minutes(launcher: str, tmp_path: Path, 
         raise
     steps = finish(job)
     figure("largest mean gap", largest_gap(steps), "nats")
-    figure("push", steps[-1]["push/total_s"], "s")
+    figure("sync", steps[-1]["weight_sync/total_s"], "s")
 
 
 @pytest.mark.takes(300)
-def test_benchmark_push(tmp_path: Path, figure: Figure) -> None:
-    benchmark("push", tmp_path, figure, gpus=3)
+def test_benchmark_sync(tmp_path: Path, figure: Figure) -> None:
+    benchmark("sync", tmp_path, figure, gpus=3)

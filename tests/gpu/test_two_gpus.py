@@ -44,11 +44,11 @@ def test_the_demo_in_bf16(tmp_path: Path, figure: Figure) -> None:
     job = launch(one_rank([str(ROOT / "train.py"), *flags]), out)
     steps = finish(job, num_steps=DEMO_STEPS)
     assert 0.3 < steps[0]["reward"] < 0.55, job.fail("the demo's model is off")
-    figure("largest mean gap of a push", largest_gap(steps), "nats")
-    gaps = [line["push/logprob_gap_mean"] for line in steps if "push/logprob_gap_mean" in line]
-    figure("first push's", gaps[0], "nats")
-    figure("largest gap of a token", max(line.get("push/logprob_gap_max", 0.0) for line in steps), "nats")
-    figure("push", steps[-1]["push/total_s"], "s")
+    figure("largest mean gap of a weight sync", largest_gap(steps), "nats")
+    gaps = [line["weight_sync/logprob_gap_mean"] for line in steps if "weight_sync/logprob_gap_mean" in line]
+    figure("first weight sync's", gaps[0], "nats")
+    figure("largest gap of a token", max(line.get("weight_sync/logprob_gap_max", 0.0) for line in steps), "nats")
+    figure("sync", steps[-1]["weight_sync/total_s"], "s")
     figure("launch to first step", steps[0]["startup/launch_to_first_step_s"], "s")
     figure("reward of the first step", steps[0]["reward"], "")
     figure("of the last", steps[-1]["reward"], "")
@@ -63,11 +63,11 @@ def test_one_gpu_trains_and_one_generates(backend: str, tmp_path: Path, figure: 
 
 
 @pytest.mark.takes(150)
-def test_a_compiled_engine_samples_with_the_weights_of_every_push(tmp_path: Path, figure: Figure) -> None:
-    """The engine as users have it: compiled, its decoding in CUDA graphs, which were captured before any push.
+def test_a_compiled_engine_samples_with_the_weights_of_every_sync(tmp_path: Path, figure: Figure) -> None:
+    """The engine as users have it: compiled, its decoding in CUDA graphs, which were captured before any weight sync.
 
     A graph that kept old weights would sample with them. The trainer's log-probabilities of what was sampled, by the
-    weights of that step, show it: as they do in the last step, before which nothing is pushed.
+    weights of that step, show it: as they do in the last step, before which nothing is synced.
     """
     model, out = save_model("llama-untied", tmp_path / "model"), tmp_path / "out"
     settings = {"max_steps": 5, "learning_rate": 3e-2, "vllm_engine_kwargs": {"enforce_eager": False}}
@@ -77,10 +77,10 @@ def test_a_compiled_engine_samples_with_the_weights_of_every_push(tmp_path: Path
     engine_log = "".join(log.read_text() for log in (out / "logs").glob("engine-*.log"))
     for said in COMPILED_ON_CPU if rehearsed() else COMPILED_ON_GPU:
         assert said in engine_log, job.fail(f"the engine was not compiled, or not wholly: no {said!r}")
-    *pushed, stale = [line["sampling/sampling_logp_difference/mean"] for line in steps]
-    figure("largest mean difference of sampled tokens", max(pushed), "nats")
+    *synced, stale = [line["sampling/sampling_logp_difference/mean"] for line in steps]
+    figure("largest mean difference of sampled tokens", max(synced), "nats")
     figure("with weights of the step before", stale, "nats")
-    assert max(pushed) < (1e-4 if rehearsed() else MAX_SAMPLED_BF16), job.fail(f"differences: {pushed}")
+    assert max(synced) < (1e-4 if rehearsed() else MAX_SAMPLED_BF16), job.fail(f"differences: {synced}")
     assert stale > 2 * MAX_SAMPLED_BF16, job.fail(f"weights of the step before show by {stale} nats alone")
 
 
@@ -95,16 +95,16 @@ def test_adapters_travel_alone(backend: str, tmp_path: Path, figure: Figure) -> 
     steps = finish(job)
     assert "adapters alone" in job.output()
     figure("largest mean gap", largest_gap(steps), "nats")
-    figure("pushed", steps[-1]["push/bytes"] / 1e3, "KB")
-    figure("push", steps[-1]["push/total_s"], "s")
+    figure("synced", steps[-1]["weight_sync/bytes"] / 1e3, "KB")
+    figure("sync", steps[-1]["weight_sync/total_s"], "s")
 
 
 @pytest.mark.takes(270)
 def test_model_runners_v1_and_v2_sample_and_score_alike(tmp_path: Path, figure: Figure) -> None:
     """vLLM takes model runner V2 on GPUs, V1 on CPUs, where everything else was seen. Twice V2, once V1, same seeds.
 
-    Both must pass the proof of every push (prompt log-probabilities, and a prefix cache that was dropped). That seeds
-    reach V2 shows in two runs of it; bf16 may turn a token near a tie, and another runner may draw otherwise.
+    Both must pass the proof of every weight sync (prompt log-probabilities, and a prefix cache that was dropped). That
+    seeds reach V2 shows in two runs of it; bf16 may turn a token near a tie, and another runner may draw otherwise.
     """
     model = save_model("qwen3-tied", tmp_path / "model")
     drawn = {}
@@ -148,14 +148,15 @@ def shares_equal(one: list[list[int]], other: list[list[int]]) -> float:
 
 
 @pytest.mark.parametrize("target", ["inner", "host"])
-@pytest.mark.parametrize("hold", ["first-push", "push"])
-def test_an_engine_that_is_killed_in_a_push_ends_the_job(
+@pytest.mark.parametrize("hold", ["first-sync", "sync"])
+def test_an_engine_that_is_killed_in_a_sync_ends_the_job(
     hold: str, target: str, tmp_path: Path, figure: Figure
 ) -> None:
-    """The trainer sits in `ncclBroadcast`, the push group's first in the first push, while its abort comes from another
+    """The trainer sits in `ncclBroadcast`, the weight sync group's first in the first weight sync, while its abort
+    comes from another
     thread: the job, which may not start another one, must still end with the engine's record, and leave nothing."""
     model, out = save_model("qwen3-tied", tmp_path / "model"), tmp_path / "out"
-    job = launch(one_rank(tiny_script(model, out, vllm_reserved_gpus=1, vllm_max_respawns=0, hold=hold)), out)
+    job = launch(one_rank(tiny_script(model, out, vllm_reserved_gpus=1, vllm_max_restarts=0, hold=hold)), out)
     try:
         job.wait_for(f"at-{hold}", 300)
         time.sleep(1.0)  # the updates are held on their way to the engine; the broadcast waits already
@@ -173,7 +174,7 @@ def test_an_engine_that_is_killed_in_a_push_ends_the_job(
     records = {line.partition("the job failed on ")[2] for line in job.output().splitlines() if "job failed on" in line}
     assert len(records) == 1, job.fail(f"not one record: {records}")
     words = "[GRPO-406]" if target == "host" else "[GRPO-405]"
-    for part in ("rank 0", "push", words):
+    for part in ("rank 0", "sync", words):
         assert part in next(iter(records)), job.fail(f"no {part!r} in {records}")
     figure("from the kill to the end", ended_s, "s")
 

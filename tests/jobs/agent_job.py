@@ -1,4 +1,4 @@
-"""A training job of the calculator at learning rate 0, whose conversations are the trainer's own, or an agent's.
+"""A training job of the calculator at learning rate 0, whose episodes are the trainer's own, or an agent's.
 
 `python agent_job.py WAY MODEL OUTPUT_DIR`. WAY: "tools"; "agents", a coroutine that speaks OpenAI's protocol; "struck",
 which waits in the second step, with the answers of its first turns, until the test writes `<output_dir>/go-on`. Writes

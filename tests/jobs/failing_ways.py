@@ -3,7 +3,7 @@
     python failing_ways.py FOLDER
 
 Prints, in JSON by failure, its text and what the code makes of it: kind, exit codes of the launcher before and behind
-the first step, lost nodes, what is told in a few lines, and what the report finds.
+the first step, lost nodes, what is reported in a few lines, and what the report finds.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from grpo.faults.kinds import record_of
 from grpo.faults.liveness import NodePlace
 from grpo.faults.sentinel_start import start_sentinel
 from grpo.ops.launch import lost_nodes, next_attempt
+from grpo.ops.mistakes import reporting_mistakes
 from grpo.ops.report.symptoms import matching
-from grpo.ops.telling import telling_mistakes
 from grpo.place.launch import Launch
 from grpo.place.topology import plan_node
 from grpo.record.folder import RunFolder
@@ -121,16 +121,20 @@ def what_follows(error: BaseException, folder: Path) -> dict[str, Any]:
     behind = launched(folder / "behind", record, step=3, attempts=3)
     state = next_attempt.read_state(folder / "behind", lambda _: True)
     lost_nodes.probe = lambda nodes: set()
-    told = io.StringIO()
-    with contextlib.suppress(BaseException), contextlib.redirect_stderr(told), telling_mistakes(folder / "told"):
+    reported = io.StringIO()
+    with (
+        contextlib.suppress(BaseException),
+        contextlib.redirect_stderr(reported),
+        reporting_mistakes(folder / "reported"),
+    ):
         raise error
-    recorded = next_attempt.read_state(folder / "told", lambda _: True)
+    recorded = next_attempt.read_state(folder / "reported", lambda _: True)
     return {
         "before": before,
         "behind": behind,
         "lost": lost_nodes.lost_nodes(state, NODES, used=2, here="a"),
         "asks for lost nodes": bool(lost_nodes.watch(10**7, lambda: state, lambda _: ["any"])),
-        "told": bool(told.getvalue()),
+        "reported": bool(reported.getvalue()),
         "recorded": recorded is not None,
         "symptoms": [symptom.id for symptom in matching([record.cause])],
         "text": record.cause,

@@ -87,7 +87,7 @@ class Engine(EngineClient):
 
     def call(self, method, timeout_s, **kwargs):
         if method == "update_weights" and trainer.state.global_step >= settings["from_step"]:
-            mark("push")
+            mark("sync")
         return super().call(method, timeout_s, **kwargs)
 
 

@@ -23,14 +23,14 @@ def both_ways() -> int:
         receives = rank in receivers
         for all_gather in (False, True):
             gather = ShardGather(dist.group.WORLD, dtype=torch.bfloat16, receives=receives, all_gather=all_gather)
-            rooms = (gather._received, gather._sent)
+            spaces = (gather._received, gather._sent)
             for _ in range(2):  # the second takes its memory anew
                 places = [torch.empty(whole.numel(), dtype=torch.bfloat16) for whole in wholes] if receives else None
                 gather.gather(parameters, places)  # type: ignore[arg-type]
                 for place, whole in zip(places or [], wholes, strict=False):
                     assert torch.equal(place, whole.to(torch.bfloat16))
-                assert sum(room._memory.numel() for room in rooms) > 0
+                assert sum(space._memory.numel() for space in spaces) > 0
                 gather.release()
-                assert sum(room._memory.numel() for room in rooms) == 0
+                assert sum(space._memory.numel() for space in spaces) == 0
             compared += 1
     return compared

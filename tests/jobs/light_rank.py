@@ -1,4 +1,4 @@
-"""A rank without torch, for the sentinel alone: hangs on it, does as it is told, and ends with the job's record.
+"""A rank without torch, for the sentinel alone: hangs on it, does as it is reported, and ends with the job's record.
 
 `light_rank.py RANK TIMEOUT_S`, then lines on stdin: first the sentinel's name, then what to do. Writes `ready`, and
 the record that it gets, as JSON.

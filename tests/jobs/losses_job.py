@@ -40,7 +40,7 @@ settings = json.loads(Path(sys.argv[1]).read_text())
 MAX_RELATIVE = 1e-5  # of a gradient, in float32
 END = tiny_tokenizer().eos_token_id
 NUM_GENERATIONS = BASE["num_generations"]
-LONG = 12  # tokens of a prompt that an engine with little room takes
+LONG = 12  # tokens of a prompt that an engine with little space takes
 LEARNT = (": advantages", ": completion_mask", ": loss", ": gradient of ", "in the end", "logged loss", "logged reward")
 """Of what is recorded, what does not say which tokens stand in a row that is left out."""
 PROMPTS = [f"{row * row}+{7 * row}=" if row % 5 else f"a longer prompt {row}=" for row in range(3, 40)]

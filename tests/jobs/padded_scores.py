@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.support.own_positions import PADS, prover_of, random_model, scores
+from tests.support.own_positions import PADS, random_model, scores, verifier_of
 
 
 def changed_by_pads() -> dict[str, float]:
@@ -37,8 +37,8 @@ def changed_by_pads() -> dict[str, float]:
         return (found.detach() - wanted).abs().max().item()
 
     changed = {"before": apart()}
-    prover = prover_of(engine.module, largest=largest)
+    verifier = verifier_of(engine.module, largest=largest)
     for number in (1, 2):
-        prover.prove(number, engines_work=False)
+        verifier.verify(number, engines_work=False)
         changed[f"after {number}"] = apart()
     return changed

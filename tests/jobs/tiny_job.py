@@ -2,9 +2,9 @@
 
 `python tiny_job.py SETTINGS.json`: model, output_dir, `config` for `GRPOConfig`, `lora` for `LoraConfig`, `hold`
 `four_bits` for `BitsAndBytesConfig`, `hold`
-names what to slow down so that a test can strike in the middle of it: "push", "train", or "generation-2", the one
-after two optimizer steps, which goes on when the test writes `<output_dir>/go-on`. "reward-error-5": rank 1's reward
-raises after five. "stale-3": the batch after three steps is sampled with the weights of the
+names what to slow down so that a test can strike in the middle of it: "weight sync", "train", or "generation-2", the
+one after two optimizer steps, which goes on when the test writes `<output_dir>/go-on`. "reward-error-5": rank 1's
+reward raises after five. "stale-3": the batch after three steps is sampled with the weights of the
 one before. Writes `<output_dir>/ranks/<rank>.json` with pids, and `<output_dir>/at-<phase>` files when a phase
 is entered.
 """
@@ -41,7 +41,7 @@ def mark(phase: str) -> None:
     (out / f"at-{phase}").touch()
 
 
-def until_told_to_go_on() -> None:
+def until_asked_to_go_on() -> None:
     """Until the test has written `go-on`."""
     while not (out / "go-on").exists():
         time.sleep(0.05)
@@ -97,7 +97,7 @@ class HeldEngine(EngineClient):
         mark("generate")
         if hold == f"generation-{step}":
             mark(hold)  # nothing is sent yet: an engine that is killed now cannot have answered
-            until_told_to_go_on()
+            until_asked_to_go_on()
         target = strikes.pop(("generate", step), None)  # of one engine: each is given work from a thread of its own
         if target is not None:
             inner_process(self.pid).suspend()  # so that it has not answered yet when it dies
@@ -105,7 +105,7 @@ class HeldEngine(EngineClient):
         kill("generate", target, self)
 
     def call(self, method, timeout_s, **kwargs):
-        is_held = hold == "first-push" or (hold == "push" and trainer.state.global_step >= 1)
+        is_held = hold == "first-sync" or (hold == "sync" and trainer.state.global_step >= 1)
         if method == "update_weights" and is_held:
             mark(hold)
             time.sleep(4)

@@ -3,8 +3,8 @@ torchrun.
 
 `python zero_memory_job.py SETTINGS.json`, a list of cases: `ranks`, how many of the job's take part; `model`, a
 configuration's folder; `lora`, settings of adapters, or null; `deepspeed`, its configuration; `sequences`, `tokens`,
-`checkpointing`, `tile_columns` of a micro-batch; `bucket_bytes` and `wire` of a push; `defaults` to report; `out`, a
-folder for `<rank>.json`. A case has a process of its own, forked when all is imported: nothing
+`checkpointing`, `tile_columns` of a micro-batch; `bucket_bytes` and `wire` of a weight sync; `defaults` to report;
+`out`, a folder for `<rank>.json`. A case has a process of its own, forked when all is imported: nothing
 of the one before is alive in it.
 """
 
@@ -27,7 +27,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo.ops.plan.push_memory import experts_at_once
+from grpo.ops.plan.sync_memory import experts_at_once
 from grpo.place.patches.deepspeed import leave_out_shared_memory_op
 from grpo.weights.adapters import Lora
 from grpo.weights.buckets import NUM_BUFFERS, packed_places
@@ -85,8 +85,9 @@ def run_case(number: int, settings: dict[str, Any]) -> None:
         labels = ids.masked_fill(mask == 0, -100)
         engine.backward(-engine(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs.mean())
 
-    def push_over(transport: str) -> int:
-        """The most that is alive in a push whose source is gathered as over `transport`, up to the packed buffers.
+    def sync_over(transport: str) -> int:
+        """The most that is alive in a weight sync whose source is gathered as over `transport`, up to the packed
+        buffers.
 
         Over NCCL all ranks receive, and the packed buffers are on the device; shared memory is no rank's own.
         """
@@ -103,14 +104,14 @@ def run_case(number: int, settings: dict[str, Any]) -> None:
         source._gather = ShardGather(group, dtype=source.wire_dtype, receives=sends, all_gather=by_nccl)
         packed = [source.buffer_bytes] * min(NUM_BUFFERS, len(source.plan().buckets)) if sends else []
 
-        def push() -> None:
+        def sync() -> None:
             buffers = [torch.empty(num_bytes, dtype=torch.uint8) for num_bytes in packed]
             for index, bucket in enumerate(source.plan().buckets):
                 source.fill(bucket, packed_places(buffers[index % NUM_BUFFERS], bucket.metas) if sends else None)
-            source.end_push()
+            source.end_sync()
 
         # The least of some: gloo's thread may hold a block that was given back for a moment longer.
-        return min(live.peak_of(push) for _ in range(4)) - (0 if by_nccl else sum(packed))
+        return min(live.peak_of(sync) for _ in range(4)) - (0 if by_nccl else sum(packed))
 
     forward_and_backward()
     engine.step()
@@ -134,7 +135,7 @@ def run_case(number: int, settings: dict[str, Any]) -> None:
     measured["phases"] = {"always": live.now}
     measured["phases"]["forward and backward"] = live.peak_of(forward_and_backward)
     measured["phases"]["optimizer step"] = live.peak_of(engine.step)
-    measured["phases"]["push"] = {transport: push_over(transport) for transport in ("nccl", "shm")}
+    measured["phases"]["sync"] = {transport: sync_over(transport) for transport in ("nccl", "shm")}
     gc.collect()
     measured["phases"]["afterwards"] = live.now
     (Path(settings["out"]) / f"{engine.global_rank}.json").write_text(json.dumps(measured))

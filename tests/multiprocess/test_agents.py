@@ -36,7 +36,7 @@ def test_an_agent_whose_engine_is_killed_trains_on_what_the_tool_loop_does(calcu
         struck.end()
         raise
     steps = finish(struck)
-    assert steps[-1]["engine/respawns"] == 1
+    assert steps[-1]["engine/restarts"] == 1
     assert [step["agents/failed"] for step in steps] == [0.0] * 3
     assert [step["reward"] for step in steps] == [step["reward"] for step in plain_steps]
     assert [step["agents/requests"] for step in steps] == [step["rollout/turns"] for step in plain_steps]

@@ -12,17 +12,26 @@ from tests.support.launching import ROOT, Job, start
 
 SHORT_FORMS = {
     # benchmark: (the beginning of each ratio's name, figures that it must have with their units)
-    "push": (
+    "weight_sync": (
         (
-            *("TRL's packed stream / own push", "TRL loads in the process / own push", "one call for each parameter /"),
-            *("bound / own push", "own push / slower", "own push / with its bits", "adapters alone / with its bits"),
+            *(
+                "TRL's packed stream / own weight sync",
+                "TRL loads in the process / own weight sync",
+                "one call for each parameter /",
+            ),
+            *(
+                "bound / own weight sync",
+                "own weight sync / slower",
+                "own weight sync / with its bits",
+                "adapters alone / with its bits",
+            ),
             "experts one by one / at once",
         ),
         {
-            "own push": "s",
+            "own weight sync": "s",
             "TRL loads in the process": "s",
-            "own push by all-gather": "s",
-            "memory of own push, rank 0": "MiB",
+            "own weight sync by all-gather": "s",
+            "memory of own weight sync, rank 0": "MiB",
             "received by all-gather, rank 1": "MiB",
             "experts at once": "s",
         },
@@ -36,16 +45,20 @@ SHORT_FORMS = {
         {"step, lookahead 0": "s", "step, lookahead 1": "s"},
     ),
     "overlap_ragged": (
-        ("tokens/s, lookahead 4 / lookahead 1", "1.15 x the larger work + push", "training work / sampling work"),
+        (
+            "tokens/s, lookahead 4 / lookahead 1",
+            "1.15 x the larger work + weight sync",
+            "training work / sampling work",
+        ),
         {"training on a batch": "s", "lookahead 1: step": "s", "lookahead 4: share in which the engine is idle": ""},
     ),
     "dispatch": (("0.2 s / dispatch", "TRL's lists / dispatch"), {"dispatch": "s", "all equal: pool": "tokens/s"}),
     "generate": (("LocalVLLM / LLM.generate, same seeds",), {"LocalVLLM.generate": "tokens/s"}),
-    "conversations": (
+    "multi_turn": (
         ("TRL's loop / in threads", "TRL's loop / in the main thread"),
         {"in threads": "s", "in the main thread": "s", "TRL's loop": "s"},
     ),
-    "conversations_ahead": (
+    "multi_turn_ahead": (
         ("training of 1 of the episodes: the larger of both / a step",),
         {"episodes of a batch": "s", "training of 0.8 of the episodes: a step": "s"},
     ),
@@ -94,11 +107,11 @@ SHORT_FORMS = {
 
 # Of several whole stacks, one after the other: `make test-long` alone runs them.
 LONG = (
-    "push",
+    "weight_sync",
     "dispatch",
     "generate",
-    "conversations",
-    "conversations_ahead",
+    "multi_turn",
+    "multi_turn_ahead",
     "neighbours",
     "agents",
     "rewards",

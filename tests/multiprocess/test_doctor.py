@@ -112,7 +112,7 @@ def test_the_bandwidth_of_two_nodes(tmp_path: Path) -> None:
     assert re.search(rf"inside a node .*{rates} among 2 ranks", output), output
     assert re.search(rf"across nodes .*{rates} over 3 ranks on 2", output), output
     assert re.search(r"number formats .*PASS.*gloo on CPUs carries float32, float16", output), output
-    assert re.search(r"one push .*about \d+\.\d s to gather 1\.0 GB", output), output
+    assert re.search(r"one weight sync .*about \d+\.\d s to gather 1\.0 GB", output), output
     assert re.search(r"pairs of nodes .*\d+\.\d+ GB/s each way", output), output
 
 
@@ -130,18 +130,18 @@ sys.exit(bandwidth.main(["--size-mb", "1", "--deadline", "{deadline_s}"]))
 
 
 @pytest.mark.parametrize(
-    ("fault", "deadline_s", "told"),
+    ("fault", "deadline_s", "reported"),
     [
         ("time.sleep(600)", 5, r"pairs of nodes: round 1: no end within 5 s; not there: node 1 \("),
-        ("raise OSError('no room')", 300, "across nodes: all-gather: rank 1 on .*: no room"),
+        ("raise OSError('no space')", 300, "across nodes: all-gather: rank 1 on .*: no space"),
     ],
     ids=["stuck", "failed"],
 )
-def test_a_node_that_does_not_go_on_is_named(fault: str, deadline_s: int, told: str, tmp_path: Path) -> None:
+def test_a_node_that_does_not_go_on_is_named(fault: str, deadline_s: int, reported: str, tmp_path: Path) -> None:
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY.format(fault=fault, deadline_s=deadline_s))
     ends = [node.end() for node in on_two_nodes([str(script)], tmp_path)]
     output = "".join(end[1] for end in ends)
     assert all(end[0] != 0 for end in ends), output
-    assert re.search(rf"bandwidth +│ FAIL .*{told}", output), output
+    assert re.search(rf"bandwidth +│ FAIL .*{reported}", output), output
     assert output.count("grpo doctor: FAIL") == 1, output

@@ -21,7 +21,7 @@ def start_echo_job(out: Path, *, rank: int, phase: str, fails: bool = False) -> 
     return start(lambda _: torchrun_command(script), out, env={"PYTHONPATH": str(ROOT)})
 
 
-@pytest.mark.parametrize(("rank", "phase"), [(0, "generate"), (1, "push")])
+@pytest.mark.parametrize(("rank", "phase"), [(0, "generate"), (1, "sync")])
 def test_a_killed_rank_ends_the_others_out_of_a_collective(rank: int, phase: str, tmp_path: Path) -> None:
     job = start_echo_job(tmp_path / "out", rank=rank, phase=phase)
     try:

@@ -22,7 +22,7 @@ ZERO2 = {
     "gradient_clipping": "auto",
     "zero_optimization": {"stage": 2},
 }
-EQUAL = ("loss", "reward", "kl", "grad_norm", "entropy", "completions/mean_length", "push/bytes")
+EQUAL = ("loss", "reward", "kl", "grad_norm", "entropy", "completions/mean_length", "weight_sync/bytes")
 
 
 def start_job(model: Path, out: Path, **settings: object) -> Job:
@@ -48,13 +48,15 @@ def test_the_engines_hold_what_training_computes_with(whole: Job) -> None:
     lines = whole.metrics()
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert "the engines get the base once, then adapters alone" in whole.output()
-    assert lines[-1]["engine/respawns"] == 1, whole.fail(str(lines))
+    assert lines[-1]["engine/restarts"] == 1, whole.fail(str(lines))
     assert lines[-1]["kl"] > 0
     for line in lines:
-        assert line["push/logprob_gap_max"] < MAX_GAP, whole.fail(str(line))
+        assert line["weight_sync/logprob_gap_max"] < MAX_GAP, whole.fail(str(line))
         assert line["sampling/logprob_gap_max"] < MAX_GAP, whole.fail(str(line))
     adapters = sum(tensor.nbytes for tensor in adapter_of(whole, 4).values())
-    assert {line["push/bytes"] for line in lines} == {adapters}, "the base travels once to each engine, before a step's"
+    assert {line["weight_sync/bytes"] for line in lines} == {adapters}, (
+        "the base travels once to each engine, before a step's"
+    )
 
 
 def test_two_and_two_steps_are_four(whole: Job, tiny_model: Path, tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ def test_each_tier_reports_what_fails_hangs_and_is_skipped(tmp_path: Path) -> No
 
 
 def test_the_job_with_a_compiled_engine_runs_on_cpus(tmp_path: Path) -> None:
-    """All of it but the device: pushes to a compiled engine, and the last step, which shows weights that are old."""
+    """All of it but the device: weight syncs to a compiled engine, and the last step, which shows weights that are
+    old."""
     done, report = rehearse(tmp_path / "report.md", "-k", "test_a_compiled_engine")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "## What ran: 1 passed" in report
@@ -137,7 +138,13 @@ def test_the_job_with_a_compiled_engine_runs_on_cpus(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "chosen",
-    ["the_demo", "one_generates and shm", "alone and shm", "resumed or bandwidth", "killed and first-push-inner"],
+    [
+        "the_demo",
+        "one_generates and shm",
+        "alone and shm",
+        "resumed or bandwidth",
+        "killed and first-weight sync-inner",
+    ],
 )
 def test_jobs_for_two_gpus_run_on_cpus(chosen: str, tmp_path: Path) -> None:
     """One of each kind."""

@@ -41,7 +41,7 @@ def said(job: Job, words: str) -> None:
 
 
 def is_on_policy(line: dict[str, Any]) -> bool:
-    return max(line["push/logprob_gap_max"], line["sampling/sampling_logp_difference/max"]) < MAX_GAP
+    return max(line["weight_sync/logprob_gap_max"], line["sampling/sampling_logp_difference/max"]) < MAX_GAP
 
 
 def test_images_are_trained_on_beside_rows_without(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_two_nodes_with_frozen_towers_and_an_engine_that_dies(tmp_path: Path) ->
         env=engines_environment(), pictured={"where": "images", "without": WITHOUT},
     )  # fmt: skip
     lines = [line for line in finish(job) if "reward" in line]
-    assert lines[-1]["engine/respawns"] >= 1
+    assert lines[-1]["engine/restarts"] >= 1
     assert all(map(is_on_policy, lines)), lines
     before, after = towers_of(model), towers_of(tmp_path / "out" / "checkpoint-4")
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -23,7 +23,7 @@ from tests.support.launching import (
     tiny_job_script,
 )
 
-TOLD_JOB = str(ROOT / "tests" / "jobs" / "told_job.py")
+MISTAKE_JOB = str(ROOT / "tests" / "jobs" / "mistake_job.py")
 ADDRESSES = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
 END_S = 240  # 8 s alone
 DONE, FAILED, START_AGAIN, INTERRUPTED = 0, 1, 85, 130
@@ -55,7 +55,7 @@ class Nodes:
     def said(self, node: int) -> str:
         return (self.folder / f"{node}.log").read_text()
 
-    def told(self, rank: int) -> dict:
+    def reported(self, rank: int) -> dict:
         return json.loads((self.folder / f"{rank}.json").read_text())
 
 
@@ -90,7 +90,7 @@ def by_ranks(node: int, nodes: Nodes) -> tuple[list[str], dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("told_by", "counts"),
+    ("reported_by", "counts"),
     [
         pytest.param(by_names, (1, 1), id="names"),
         pytest.param(by_hostfile, (1, 1, 1), id="hostfile"),
@@ -98,39 +98,39 @@ def by_ranks(node: int, nodes: Nodes) -> tuple[list[str], dict[str, str]]:
         pytest.param(by_ranks, (2, 1), id="ranks"),
     ],
 )
-def test_nodes_become_one_job(told_by, counts: tuple[int, ...], nodes: Nodes) -> None:
+def test_nodes_become_one_job(reported_by, counts: tuple[int, ...], nodes: Nodes) -> None:
     count, differ = len(counts), len({*counts}) > 1
     places = [(node, local_rank) for node, each in enumerate(counts) for local_rank in range(each)]
     temporary = nodes.folder.parent / "tmp"
     temporary.mkdir()
     settings = (ROOT / "configs" / "4node.yaml").read_text().replace("bf16", "'no'")  # which is for GPUs
     (temporary / "4node.yaml").write_text(settings)
-    file = ["--config_file", str(temporary / "4node.yaml")] if told_by is by_names else []
+    file = ["--config_file", str(temporary / "4node.yaml")] if reported_by is by_names else []
     for node in range(count):
-        words, env = told_by(node, nodes)
+        words, env = reported_by(node, nodes)
         env["TMPDIR"] = str(temporary)
         more = [*file, "--output-dir", str(nodes.folder / "run"), "--resume", "auto"]
-        nodes.start(node, *words, *more, TOLD_JOB, str(nodes.folder), "two words", "--output_dir=x", env=env)
+        nodes.start(node, *words, *more, MISTAKE_JOB, str(nodes.folder), "two words", "--output_dir=x", env=env)
     assert nodes.wait() == [DONE] * count, [nodes.said(node) for node in range(count)]
     assert not [*temporary.glob("torchelastic_*"), *temporary.glob("grpo-*")]
     started = set()
     for rank, (place, local_rank) in enumerate(places):
-        found = nodes.told(rank)
-        assert found["argv"] == [TOLD_JOB, str(nodes.folder), "two words", "--output_dir=x"], "nothing is appended"
-        assert (found["name"], found["neighbour"]) == ("__main__", "told_job_neighbour")
-        told = found["told"]
-        assert (told["WORLD_SIZE"], told["GROUP_RANK"]) == (str(len(places)), str(place))
-        assert (told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"]) == (str(local_rank), str(counts[place]))
-        assert (told["GRPO_OUTPUT_DIR"], told["GRPO_RESUME"]) == (str(nodes.folder / "run"), "auto")
-        assert not [name for name in told if name.startswith("PET_")]
-        assert told.get("ACCELERATE_USE_DEEPSPEED") == (None if told_by is by_hostfile else "true")
-        started.add(told["GRPO_STARTED"])
+        found = nodes.reported(rank)
+        assert found["argv"] == [MISTAKE_JOB, str(nodes.folder), "two words", "--output_dir=x"], "nothing is appended"
+        assert (found["name"], found["neighbour"]) == ("__main__", "mistake_job_neighbour")
+        reported = found["reported"]
+        assert (reported["WORLD_SIZE"], reported["GROUP_RANK"]) == (str(len(places)), str(place))
+        assert (reported["LOCAL_RANK"], reported["LOCAL_WORLD_SIZE"]) == (str(local_rank), str(counts[place]))
+        assert (reported["GRPO_OUTPUT_DIR"], reported["GRPO_RESUME"]) == (str(nodes.folder / "run"), "auto")
+        assert not [name for name in reported if name.startswith("PET_")]
+        assert reported.get("ACCELERATE_USE_DEEPSPEED") == (None if reported_by is by_hostfile else "true")
+        started.add(reported["GRPO_STARTED"])
     assert len(started) == 1, "the attempt has one name on all nodes"
     for node in range(count):
         said = nodes.said(node)
         assert f"[grpo] node {node} of {count}: {counts[node]} rank" in said
         assert ("2 + 1 in all (--ranks-per-node)" in said) == differ
-        launcher = "torchrun --nnodes" if told_by is by_hostfile or differ else "accelerate launch --"
+        launcher = "torchrun --nnodes" if reported_by is by_hostfile or differ else "accelerate launch --"
         assert f"{' ' if differ else '[grpo] '}{launcher}" in said
         assert ("instead of the file's num_machines: 4, num_processes: 28" in said) == bool(file)
         assert len(said.splitlines()) <= 6, said
@@ -139,9 +139,9 @@ def test_nodes_become_one_job(told_by, counts: tuple[int, ...], nodes: Nodes) ->
 def test_who_does_not_come_is_named_by_all_who_came(nodes: Nodes, tmp_path: Path) -> None:
     words = ["--nodes", ",".join(ADDRESSES), "--join-timeout", "6"]
     for node in (0, 2):
-        nodes.start(node, *words, "--node-rank", str(node), TOLD_JOB, str(nodes.folder))
+        nodes.start(node, *words, "--node-rank", str(node), MISTAKE_JOB, str(nodes.folder))
     headless = Nodes(tmp_path / "headless", started=nodes.started)
-    headless.start(1, *words, "--port", str(free_port()), "--node-rank", "1", TOLD_JOB, str(headless.folder))
+    headless.start(1, *words, "--port", str(free_port()), "--node-rank", "1", MISTAKE_JOB, str(headless.folder))
     assert nodes.wait() == [START_AGAIN] * 3, "they may come the next time"
     for node in (0, 2):
         assert "127.0.0.2 did not come within 6 s" in nodes.said(node)
@@ -179,14 +179,14 @@ def test_two_jobs_at_once(nodes: Nodes, tmp_path: Path) -> None:
     """Of one node each: nothing is shared. On the same port, two heads: the second one says so."""
     other = Nodes(tmp_path / "other", started=nodes.started)
     for each in (nodes, other):
-        each.start(0, TOLD_JOB, str(each.folder))
+        each.start(0, MISTAKE_JOB, str(each.folder))
     assert nodes.wait() == [DONE, DONE], (nodes.said(0), other.said(0))
     words = ["--nodes", ",".join(ADDRESSES[:2]), "--node-rank", "0", "--join-timeout", "600"]
-    first = nodes.start(0, *words, TOLD_JOB, str(nodes.folder))
+    first = nodes.start(0, *words, MISTAKE_JOB, str(nodes.folder))
     parent = psutil.Process(first.pid)
     while not [found for found in parent.net_connections() if found.status == psutil.CONN_LISTEN]:
         assert first.poll() is None
-    second = other.start(0, *words, "--port", str(nodes.port), TOLD_JOB, str(other.folder))
+    second = other.start(0, *words, "--port", str(nodes.port), MISTAKE_JOB, str(other.folder))
     assert second.wait(END_S) == START_AGAIN
     assert f"cannot open its store on port {nodes.port}" in other.said(0)
     assert "another --port" in other.said(0)
@@ -199,15 +199,15 @@ def test_two_jobs_at_once(nodes: Nodes, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["no_such.py"], "there is no script no_such.py in"),
-        (["--config_file", "none.yaml", TOLD_JOB], "none.yaml cannot be read"),
-        (["--config_file", "tab.yaml", TOLD_JOB], "--config_file tab.yaml cannot be read: line 2, column 1: "),
-        (["--config_file", "list.yaml", TOLD_JOB], "list.yaml holds no settings"),
-        (["--config_file", "quoted.yaml", TOLD_JOB], "quoted.yaml has num_processes: '2': write a whole number"),
-        (["--config_file", "zero3.json", TOLD_JOB], "zero3.json has no distributed_type"),
-        (["--launcher", "torchrun", "--config_file", "cpu.yaml", TOLD_JOB], "cpu.yaml is a file of accelerate's"),
-        (["--nodes", "a,b", TOLD_JOB], "none of a, b is this machine"),
-        (["--ranks-per-node", "0", TOLD_JOB], "0 ranks per node (--ranks-per-node): a node needs at least 1"),
-        (["--rank", "1", TOLD_JOB], "unrecognized arguments: --rank"),
+        (["--config_file", "none.yaml", MISTAKE_JOB], "none.yaml cannot be read"),
+        (["--config_file", "tab.yaml", MISTAKE_JOB], "--config_file tab.yaml cannot be read: line 2, column 1: "),
+        (["--config_file", "list.yaml", MISTAKE_JOB], "list.yaml holds no settings"),
+        (["--config_file", "quoted.yaml", MISTAKE_JOB], "quoted.yaml has num_processes: '2': write a whole number"),
+        (["--config_file", "zero3.json", MISTAKE_JOB], "zero3.json has no distributed_type"),
+        (["--launcher", "torchrun", "--config_file", "cpu.yaml", MISTAKE_JOB], "cpu.yaml is a file of accelerate's"),
+        (["--nodes", "a,b", MISTAKE_JOB], "none of a, b is this machine"),
+        (["--ranks-per-node", "0", MISTAKE_JOB], "0 ranks per node (--ranks-per-node): a node needs at least 1"),
+        (["--rank", "1", MISTAKE_JOB], "unrecognized arguments: --rank"),
     ],
 )
 def test_mistakes_in_the_line(words: list[str], said: str, tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_mistakes_in_the_line(words: list[str], said: str, tmp_path: Path) -> No
 
 
 def test_an_interrupt_without_a_trainer_ends_the_ranks(nodes: Nodes) -> None:
-    process = nodes.start(0, "--ranks-per-node", "2", TOLD_JOB, str(nodes.folder), "wait")
+    process = nodes.start(0, "--ranks-per-node", "2", MISTAKE_JOB, str(nodes.folder), "wait")
     while not all((nodes.folder / f"{rank}.json").exists() for rank in (0, 1)):
         assert process.poll() is None, nodes.said(0)
     ranks = psutil.Process(process.pid).children(recursive=True)
@@ -250,7 +250,7 @@ def test_an_interrupt_without_a_trainer_ends_the_ranks(nodes: Nodes) -> None:
         ),
     ],
 )
-def test_a_mistake_in_the_script_is_told_once(
+def test_a_mistake_in_the_script_is_reported_once(
     script: str, arguments: list[str], said: list[str], nodes: Nodes, tmp_path: Path
 ) -> None:
     """By rank 0, without the launcher's summary, and recorded where a scheduler looks."""
@@ -270,7 +270,7 @@ def test_a_mistake_in_the_script_is_told_once(
     assert (state["state"], state["kind"]) == ("failed", "user")
 
 
-def test_want_of_memory_is_told_once_and_ends_the_job(nodes: Nodes, tmp_path: Path) -> None:
+def test_want_of_memory_is_reported_once_and_ends_the_job(nodes: Nodes, tmp_path: Path) -> None:
     """Of another rank too: no traceback, no summary, no other start, and how to plan it."""
     (tmp_path / "script.py").write_text(
         "import torch\n"
@@ -326,19 +326,19 @@ def test_signals_and_the_stop_file(nodes: Nodes, tiny_model: Path, tmp_path: Pat
 
 
 def test_what_the_doctor_finds_keeps_the_launcher_from_starting(nodes: Nodes, tmp_path: Path) -> None:
-    words = ["--doctor", "--max-crashes", "2", "--output-dir", str(tmp_path / "run"), TOLD_JOB, str(nodes.folder)]
+    words = ["--doctor", "--max-crashes", "2", "--output-dir", str(tmp_path / "run"), MISTAKE_JOB, str(nodes.folder)]
     for code in (START_AGAIN, FAILED):  # a crash each
         process = nodes.start(0, *words, env={"NCCL_SOCKET_IFNAME": "no-such-interface"})
         assert process.wait(END_S) == code, nodes.said(0)
         assert "NCCL_SOCKET_IFNAME=no-such-interface selects no interface" in " ".join(nodes.said(0).split())
         assert not list(nodes.folder.glob("*.json"))
     assert nodes.start(0, *words).wait(END_S) == DONE, nodes.said(0)
-    assert nodes.told(0)["told"]["RANK"] == "0"
+    assert nodes.reported(0)["reported"]["RANK"] == "0"
 
 
 def test_a_node_on_which_the_doctor_fails_is_on_record(nodes: Nodes, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = ["--doctor", "--nodes", ",".join(ADDRESSES[:2]), "--output-dir", str(run), TOLD_JOB, str(nodes.folder)]
+    words = ["--doctor", "--nodes", ",".join(ADDRESSES[:2]), "--output-dir", str(run), MISTAKE_JOB, str(nodes.folder)]
     for node in (0, 1):
         env = {"NCCL_SOCKET_IFNAME": "no-such-interface"} if node else {}
         nodes.start(node, "--node-rank", str(node), *words, env=env)

@@ -44,7 +44,7 @@ def test_the_demo_by_torchrun_with_deepspeeds_json(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_example_script_on_local_data_with_zero2(tmp_path: Path) -> None:
-    """A user's own script, reward and data mapping; conversations through a chat template; the model is saved."""
+    """A user's own script, reward and data mapping; episodes through a chat template; the model is saved."""
     model, data = save_tiny_model("qwen2-tied", tmp_path / "model", chat=True), write_questions(tmp_path / "data.jsonl")
     flags = ["--model", str(model), "--data", str(data), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
     zero2 = tmp_path / "zero2.json"
@@ -149,8 +149,8 @@ def test_one_process_without_a_group_trains_as_trl_does(tiny_model: Path, tmp_pa
         for key in ("reward", "completions/mean_length", "learning_rate", "num_tokens"):
             assert ours[key] == pytest.approx(trl[key], abs=1e-6), key
     assert not (tmp_path / "ours" / "engine" / "node0").exists()
-    assert "push/total_s" in metrics["ours"][0]
-    assert "push/total_s" not in metrics["trl"][0]
+    assert "weight_sync/total_s" in metrics["ours"][0]
+    assert "weight_sync/total_s" not in metrics["trl"][0]
 
 
 # -- mistakes that end within seconds, on every rank -----------------------------------------------------------------
@@ -163,7 +163,7 @@ MISTAKES: dict[str, tuple[dict, str]] = {
 }
 
 
-def test_placement_mistakes_are_told_on_every_rank(tiny_model: Path, tmp_path: Path) -> None:
+def test_placement_mistakes_are_reported_on_every_rank(tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     config = {"output_dir": str(out), "use_cpu": True, "bf16": False, "vllm_max_model_length": 64, "report_to": "none"}
@@ -187,8 +187,8 @@ def test_placement_mistakes_are_told_on_every_rank(tiny_model: Path, tmp_path: P
     for rank in (0, 1):
         refused = json.loads((out / f"refused-{rank}.json").read_text())
         if "nccl-without-gpus" not in refused:  # the other rank was first: its failure has ended this one
-            told = [line for line in job.output().splitlines() if f"rank {rank} ends: the job failed on" in line]
-            refused["nccl-without-gpus"] = "".join(told)
+            reported = [line for line in job.output().splitlines() if f"rank {rank} ends: the job failed on" in line]
+            refused["nccl-without-gpus"] = "".join(reported)
         assert list(refused) == list(MISTAKES), job.fail(f"rank {rank} went on")
         for name, (_, message) in MISTAKES.items():
             assert message in refused[name], job.fail(f"{name}: no such message")

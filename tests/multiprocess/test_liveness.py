@@ -103,7 +103,7 @@ def test_a_node_that_vanishes_is_missed_and_ends_when_it_is_back(tmp_path: Path)
 @pytest.mark.parametrize(
     ("how", "rank"), [("reward", "rank 1"), pytest.param("rewards", "rank ", marks=pytest.mark.long)]
 )
-def test_a_reward_that_hangs_is_told_with_its_stacks(how: str, rank: str, tmp_path: Path) -> None:
+def test_a_reward_that_hangs_is_reported_with_its_stacks(how: str, rank: str, tmp_path: Path) -> None:
     job = started(tmp_path / "out", how, ranks=2, nodes=1)
     try:
         all_there(job, 2)
@@ -156,7 +156,7 @@ def test_a_launcher_whose_rank_fails_before_all_have_met_frees_the_others(tmp_pa
     finally:
         job.end()
     assert other != 0
-    assert output.count("KeyError: 'answer'\n") == 2, job.fail("the mistake is not told on both nodes")
+    assert output.count("KeyError: 'answer'\n") == 2, job.fail("the mistake is not reported on both nodes")
     assert "(rank 1 on " in output
 
 
@@ -164,8 +164,8 @@ def test_a_normal_end_is_silent_and_leaves_nothing(tmp_path: Path) -> None:
     job = started(tmp_path / "out", "finish", ranks=2)
     try:
         assert job.wait(STARTUP_S) == [0, 0], job.fail("it did not end well")
-        told = all_there(job, 4)
-        sentinels = [psutil.Process(each["sentinel"]) for each in told if psutil.pid_exists(each["sentinel"])]
+        reported = all_there(job, 4)
+        sentinels = [psutil.Process(each["sentinel"]) for each in reported if psutil.pid_exists(each["sentinel"])]
         assert not wait_gone(sentinels, 10.0)
         assert not job.traces()
         assert "[grpo]" not in job.output()

@@ -65,12 +65,12 @@ def test_the_adapter_and_the_merged_model_are_what_was_trained(
     assert (logits(merged) - trained).abs().max() < 1e-4
     assert (tmp_path / "merged" / "tokenizer.json").exists()
 
-    for arguments, told in (
+    for arguments, reported in (
         (["--dtype", "bfloat16"], "--dtype is for a merged model"),
         (["--merge", "--base", "/no/such/model"], "name another place with --base"),
     ):
         assert grpo(["export", str(checkpoint), str(tmp_path / "none"), *arguments]) == 1
-        assert told in capsys.readouterr().err
+        assert reported in capsys.readouterr().err
         assert not (tmp_path / "none").exists()
 
 
@@ -85,24 +85,25 @@ def test_two_nodes_and_an_engine_that_dies(tiny_model: Path, tmp_path: Path) -> 
     lines = finish(job)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert "adapters alone" in job.output()
-    assert lines[-1]["engine/respawns"] >= 1, job.fail(str(lines))
+    assert lines[-1]["engine/restarts"] >= 1, job.fail(str(lines))
     for line in lines:
-        assert line["push/logprob_gap_max"] < MAX_GAP, job.fail(str(line))
-    adapter_bytes = lines[0]["push/bytes"]
-    assert {line["push/bytes"] for line in lines} == {adapter_bytes}
+        assert line["weight_sync/logprob_gap_max"] < MAX_GAP, job.fail(str(line))
+    adapter_bytes = lines[0]["weight_sync/bytes"]
+    assert {line["weight_sync/bytes"] for line in lines} == {adapter_bytes}
     assert lines[-1]["kl"] > 0
 
 
 @pytest.mark.long
 def test_two_runs_with_batches_under_way_are_equal(tiny_model: Path, tmp_path: Path) -> None:
-    """Each completion is of one policy, whenever the push comes that brings the next one: time decides nothing."""
+    """Each completion is of one policy, whenever the weight sync comes that brings the next one: time decides
+    nothing."""
     config = {"max_steps": 5, "generation_lookahead": 2, "learning_rate": 1e-3, "vllm_lora": "adapter"}
     found = []
     for name in ("one", "other"):
         job = start_tiny_job(tiny_model, tmp_path / name, config=config, lora=LORA)
         steps = finish(job)
         assert [line["rollout/policy_lag"] for line in steps] == [0, 1, 2, 2, 2]
-        assert all("push/paused_s" not in line for line in steps)
+        assert all("weight_sync/paused_s" not in line for line in steps)
         samples = [lines_of(job, f"samples-{rank}.jsonl") for rank in range(2)]
         found.append(([line["loss"] for line in steps], samples))
     assert found[0] == found[1]

@@ -39,9 +39,9 @@ def test_every_start_says_what_is_missing(env: dict[str, str], tmp_path: Path) -
     out = tmp_path / "out"
     train = start([sys.executable, "train.py", "--output_dir", str(out)], env)
     doctor = start([sys.executable, "-m", "grpo", "doctor"], env)
-    told = start([sys.executable, "-m", "grpo", "doctor", "--", "--use_cpu"], env)
-    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in (train, doctor, told)]
-    assert [train.returncode, doctor.returncode, told.returncode] == [1, 1, 0], "\n".join(outputs)
+    reported = start([sys.executable, "-m", "grpo", "doctor", "--", "--use_cpu"], env)
+    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in (train, doctor, reported)]
+    assert [train.returncode, doctor.returncode, reported.returncode] == [1, 1, 0], "\n".join(outputs)
     assert SEES_NO_GPU in outputs[0]
     state = json.loads((out / "run_state.json").read_text())
     assert (state["state"], state["kind"]) == ("failed", "user"), "a scheduler does not start it again"

@@ -58,9 +58,9 @@ def test_gemma_3_on_two_nodes_with_an_engine_that_dies(tmp_path: Path) -> None:
         config={"max_steps": 4}, env=engines_environment(),
     )  # fmt: skip
     lines = finish(job)
-    assert lines[-1]["engine/respawns"] >= 1
+    assert lines[-1]["engine/restarts"] >= 1
     for line in lines:
-        assert max(line["push/logprob_gap_max"], line["sampling/sampling_logp_difference/max"]) < MAX_GAP, line
+        assert max(line["weight_sync/logprob_gap_max"], line["sampling/sampling_logp_difference/max"]) < MAX_GAP, line
 
 
 @pytest.mark.long
@@ -73,7 +73,7 @@ def test_qwen_3_5_now_and_ahead(ahead: int, more: dict[str, Any], tmp_path: Path
     lines = finish(job)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     for line in lines:
-        assert line["push/logprob_gap_max"] < BF16_GAP, line
+        assert line["weight_sync/logprob_gap_max"] < BF16_GAP, line
         assert ahead or line["sampling/sampling_logp_difference/max"] < BF16_GAP, line
     said(job, "trains the text part of Qwen3_5ForConditionalGeneration: visual (")
 

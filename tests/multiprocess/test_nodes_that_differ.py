@@ -75,15 +75,15 @@ def test_rows_follow_ranks_and_work_follows_engines(whole: Job) -> None:
         assert len({*completions[6:9]}) == 3, "two samples of the group on both nodes are the same"
         rewards = [sum(ids) % 7 for ids in completions]
         assert whole.metrics()[step]["reward"] == pytest.approx(sum(rewards) / 12, abs=1e-5)
-        assert len(whole.metrics()[step]["by_node"]["push/total_s"]) == 2
+        assert len(whole.metrics()[step]["by_node"]["weight_sync/total_s"]) == 2
     (move,) = plan_moves(REQUESTS, [1, 1])
     assert (move.source, move.target, move.requests) == (0, 1, (2,))
     asked = [[line["n"] for line in lines_of(whole, f"asked-{main}.jsonl")] for main in (0, 2)]
     assert [sum(sizes) for sizes in asked] == [6 * STEPS, 6 * STEPS]
     assert not (whole.output_dir / "ranks" / "asked-1.jsonl").exists(), "rank 1 is no local main"
     (attempt,) = json.loads((whole.output_dir / "run.json").read_text())["attempts"]
-    told = attempt["topology"]
-    assert (told["ranks_by_node"], told["engines_by_node"], told["world_size"]) == ([2, 1], [1, 1], 3)
+    reported = attempt["topology"]
+    assert (reported["ranks_by_node"], reported["engines_by_node"], reported["world_size"]) == ([2, 1], [1, 1], 3)
     logs = {path.name.removesuffix(".attempt-0.log") for path in (whole.output_dir / "logs").iterdir()}
     ranks = {"rank-node0-0", "rank-node0-1", "rank-node1-2"}
     assert logs == ranks | {"engine-node0-0", "engine-node1-0", "sentinel-node0", "sentinel-node1"}
@@ -149,7 +149,7 @@ def test_a_checkpoint_goes_to_nodes_of_one_rank_each_and_on_to_three_on_one(
 
 @pytest.mark.long
 def test_engines_that_die_on_either_node_come_back(model: Path, whole: Job, tmp_path: Path) -> None:
-    """That of the larger node in the third generation, that of the smaller one in the push after it."""
+    """That of the larger node in the third generation, that of the smaller one in the weight sync after it."""
     strikes = [("update_weights", 3, "inner", 2)]
     job = start_on(model, tmp_path / "struck", hold="generation-2", strikes=strikes)
     try:
@@ -165,9 +165,9 @@ def test_engines_that_die_on_either_node_come_back(model: Path, whole: Job, tmp_
         raise
     finish(job)
     assert_same_rows(job, whole)
-    assert [line["engine/respawns"] for line in job.metrics()] == [0, 0, 1, 2]
-    told = json.loads((job.output_dir / "run_state.json").read_text())["respawns"]
-    assert [each.partition(" (")[0] for each in told] == [
+    assert [line["engine/restarts"] for line in job.metrics()] == [0, 0, 1, 2]
+    reported = json.loads((job.output_dir / "run_state.json").read_text())["restarts"]
+    assert [each.partition(" (")[0] for each in reported] == [
         "after step 2: engine 0 of node 0",
         "after step 3: engine 0 of node 1",
     ]

@@ -1,7 +1,7 @@
 """Engine and trainer compute the same, step after step, after large weight changes, in every layout of one node.
 
-Real ranks with ZeRO-3 and real engines, in float32, with buckets much smaller than the model: where a push that reuses
-its buffer too early goes wrong without a word. Two nodes are in `test_two_nodes.py`.
+Real ranks with ZeRO-3 and real engines, in float32, with buckets much smaller than the model: where a weight sync that
+reuses its buffer too early goes wrong without a word. Two nodes are in `test_two_nodes.py`.
 """
 
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""What `grpo plan` says that a rank holds, phase by phase, against the tensors of a real engine and a real push."""
+"""What `grpo plan` says that a rank holds, phase by phase, against the tensors of a real engine and a real weight
+sync."""
 
 import json
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from grpo.ops.plan import training_memory
 from grpo.ops.plan.lora import PlannedLora
 from grpo.ops.plan.memory_budget import Budget
 from grpo.ops.plan.model_shape import ModelShape, meta_model, shape_of
-from grpo.ops.plan.push_memory import push_lines, push_shape
+from grpo.ops.plan.sync_memory import sync_lines, sync_shape
 from grpo.ops.plan.training_memory import MicroBatch, training_budget
 from grpo.ops.plan.zero_memory import Sharding, read_sharding, states_of
 from grpo.preflight.lora import LoraChoice, wrapped_without_weights
@@ -125,7 +126,7 @@ def test_what_ranks_hold_is_planned(names: tuple[str, ...], tmp_path: Path, monk
         print(f"--- {name}")
         states_and_buffers_agree(case, folders[name], measured)
         every_phase_agrees(case, folders[name], measured)
-        what_a_push_adds_agrees(case, folders[name], measured)
+        what_a_sync_adds_agrees(case, folders[name], measured)
 
 
 def lora_of(case: Case, folder: Path) -> PlannedLora | None:
@@ -142,11 +143,11 @@ def shape_in(case: Case, folder: Path) -> ModelShape:
 
 
 def planned(case: Case, folder: Path, transport: str) -> Budget:
-    """The budget of a rank: with the buffers of the push on the device, or as a job without GPUs has them."""
+    """The budget of a rank: with the buffers of the weight sync on the device, or as a job without GPUs has them."""
     config, dtype = AutoConfig.from_pretrained(folder), getattr(torch, case.dtype)
     on_device = transport == "nccl"
-    push = push_lines(
-        push_shape(config, dtype=dtype, bucket_bytes=BUCKET_BYTES, lora=lora_of(case, folder)),
+    sync = sync_lines(
+        sync_shape(config, dtype=dtype, bucket_bytes=BUCKET_BYTES, lora=lora_of(case, folder)),
         case.sharding,
         backend=transport,
         has_gpus=on_device,
@@ -160,7 +161,7 @@ def planned(case: Case, folder: Path, transport: str) -> Budget:
         checkpointing=case.checkpointing,
         flash_attention=False,
     )
-    return training_budget(shape_in(case, folder), case.sharding, batch, push=push, gpu_bytes=None)
+    return training_budget(shape_in(case, folder), case.sharding, batch, sync=sync, gpu_bytes=None)
 
 
 def states_and_buffers_agree(case: Case, folder: Path, measured: list[dict[str, Any]]) -> None:
@@ -186,24 +187,24 @@ def every_phase_agrees(case: Case, folder: Path, measured: list[dict[str, Any]])
         for held in planned(case, folder, transport).held:
             for rank, result in enumerate(measured):
                 seen = result["phases"][held.phase]
-                seen = seen[transport] if held.phase == "push" else seen
+                seen = seen[transport] if held.phase == "sync" else seen
                 value = host_bytes + (held.other_ranks_bytes if rank else held.local_main_bytes)
                 print(f"{transport}, rank {rank}, {held.phase}: {value} B, held {seen} B, {value / seen - 1:+.1%}")
                 assert value == pytest.approx(seen, rel=0.1), f"{transport}, rank {rank}, {held.phase}"
 
 
-def what_a_push_adds_agrees(case: Case, folder: Path, measured: list[dict[str, Any]]) -> None:
+def what_a_sync_adds_agrees(case: Case, folder: Path, measured: list[dict[str, Any]]) -> None:
     """And is dropped again."""
     for transport in ("nccl", "shm"):
-        always, *_, push = planned(case, folder, transport).held
+        always, *_, sync = planned(case, folder, transport).held
         for rank, result in enumerate(measured):
             phases = result["phases"]
             value = (
-                push.other_ranks_bytes - always.other_ranks_bytes
+                sync.other_ranks_bytes - always.other_ranks_bytes
                 if rank
-                else push.local_main_bytes - always.local_main_bytes
+                else sync.local_main_bytes - always.local_main_bytes
             )
-            seen = phases["push"][transport] - phases["always"]
+            seen = phases["sync"][transport] - phases["always"]
             print(f"{transport}, rank {rank}: {value} B, held {seen} B")
             assert value == pytest.approx(seen, rel=0.1, abs=1000), f"{transport}, rank {rank}"
             assert phases["afterwards"] == pytest.approx(phases["always"], abs=1000)

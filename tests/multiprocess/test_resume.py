@@ -1,6 +1,6 @@
 """A run that is stopped, or killed, and resumed ends where an uninterrupted one does, bit for bit.
 
-With engines: `test_slurm.py`, and signals, deaths and all in `test_respawn.py`.
+With engines: `test_slurm.py`, and signals, deaths and all in `test_engine_restart.py`.
 """
 
 import json

@@ -52,12 +52,12 @@ def one_record(nodes: list[LightNode], *without: int) -> FailureRecord:
 # -- what is noticed --------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_rank_is_told_on_all_nodes() -> None:
+def test_a_killed_rank_is_reported_on_all_nodes() -> None:
     with light_job(LONG_S, nodes=2) as nodes:
-        nodes[1].ranks[0].do("phase push 3")
+        nodes[1].ranks[0].do("phase weight sync 3")
         nodes[1].ranks[0].send(signal.SIGKILL)
         record = one_record(nodes, 2)
-        assert (record.node, record.rank, record.host, record.phase) == (1, 2, "h1", "push")
+        assert (record.node, record.rank, record.host, record.phase) == (1, 2, "h1", "sync")
         assert re.match(rf"the process of rank 2 \(pid {nodes[1].ranks[0].pid}\) .*\[GRPO-601\]$", record.cause)
         assert [node.sentinel.wait(PATIENCE_S) for node in nodes] == [0, 0]
 
@@ -121,7 +121,7 @@ def test_a_call_that_takes_too_long_with_the_lock_held_tells_where() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_lost_sentinel_is_told_alike_on_all_nodes(node: int, number: int) -> None:
+def test_a_lost_sentinel_is_reported_alike_on_all_nodes(node: int, number: int) -> None:
     with light_job(TIMEOUT_S, nodes=2) as nodes:
         for rank in everyone(nodes):
             rank.do("phase train 0")

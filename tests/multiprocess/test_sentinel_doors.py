@@ -44,7 +44,7 @@ def test_strangers_that_say_nothing_are_few_and_do_not_stay() -> None:
             silent.append(stack.enter_context(socket.create_connection(address, GREETING_S + PATIENCE_S)))
             assert b"challenge" in silent[-1].recv(1000)
         before = time.monotonic()
-        assert silent[0].recv(1000) == b""  # it makes room
+        assert silent[0].recv(1000) == b""  # it makes space
         assert time.monotonic() - before < GREETING_S / 2
         for stranger in silent[1:]:
             assert stranger.recv(1000) == b""
@@ -149,7 +149,7 @@ def small_group() -> Iterator[MemoryGroup]:
     group.remove()
 
 
-def test_who_was_killed_for_want_of_memory_is_told_as_such(small_group: MemoryGroup) -> None:
+def test_who_was_killed_for_want_of_memory_is_reported_as_such(small_group: MemoryGroup) -> None:
     ranks = [LightRank(rank, LONG_S) for rank in (0, 1)]
     try:
         small_group.members.write_text(str(ranks[0].pid))

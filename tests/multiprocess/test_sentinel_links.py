@@ -64,7 +64,7 @@ def test_a_goodbye_is_not_lost_with_a_connection(node: int) -> None:
         ends_well([nodes[1 - node]])
 
 
-def test_a_reset_that_nobody_comes_back_from_is_told_on_both_sides() -> None:
+def test_a_reset_that_nobody_comes_back_from_is_reported_on_both_sides() -> None:
     with wired_job() as (nodes, wire):
         wire.refuse()
         wire.reset()

@@ -24,9 +24,11 @@ def cluster(slurm_is_here: None) -> Iterator[slurm.Slurm]:
 def plan(visible: str, *, ranks: int, node: int = 0) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(devices, reserved devices) of a node whose ranks see what Slurm has put into CUDA_VISIBLE_DEVICES."""
     count = len(visible.split(","))  # torch's count, where the devices are real
-    told = Launch(rank=node * ranks, world_size=2 * ranks, local_rank=0, local_world_size=ranks, node=node, num_nodes=2)
+    reported = Launch(
+        rank=node * ranks, world_size=2 * ranks, local_rank=0, local_world_size=ranks, node=node, num_nodes=2
+    )
     topology = plan_node(
-        told,
+        reported,
         device_tokens({"CUDA_VISIBLE_DEVICES": visible}, count),
         reserved_gpus=None,
         tensor_parallel_size=1,
@@ -139,7 +141,7 @@ def test_requeue_before_the_time_is_up(cluster: slurm.Slurm, short_of_time: tupl
 
 def test_srun_is_all_that_slurm_needs(cluster: slurm.Slurm, tmp_path: Path) -> None:
     """`srun … grpo launch SCRIPT`, for two jobs that share both nodes."""
-    script = ROOT / "tests" / "jobs" / "told_job.py"
+    script = ROOT / "tests" / "jobs" / "mistake_job.py"
     jobs = {}
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -152,8 +154,8 @@ def test_srun_is_all_that_slurm_needs(cluster: slurm.Slurm, tmp_path: Path) -> N
         ended = cluster.wait_for_state(job, {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"}, 240)
         said = (tmp_path / name / "slurm.log").read_text()
         assert ended["JobState"] == "COMPLETED", said
-        told = [json.loads((tmp_path / name / f"{rank}.json").read_text())["told"] for rank in (0, 1)]
-        assert [(each["WORLD_SIZE"], each["GROUP_RANK"]) for each in told] == [("2", "0"), ("2", "1")]
+        reported = [json.loads((tmp_path / name / f"{rank}.json").read_text())["reported"] for rank in (0, 1)]
+        assert [(each["WORLD_SIZE"], each["GROUP_RANK"]) for each in reported] == [("2", "0"), ("2", "1")]
         assert "node 1 of 2: 1 rank per node (no GPU here), head n1 (" in said
 
 

@@ -27,12 +27,12 @@ def test_an_engine_that_is_stuck_is_started_again_and_its_requests_are_sampled_a
     (job.output_dir / "go-on").touch()
     steps = finish(job)
     assert [line["step"] for line in steps] == [1, 2, 3]
-    assert [line["engine/respawns"] for line in steps] == [0, 1, 1], job.fail(str(steps))
+    assert [line["engine/restarts"] for line in steps] == [0, 1, 1], job.fail(str(steps))
     assert [line["engine/requests_reissued"] for line in steps] == [0, 16, 0]
-    (told,) = json.loads((job.output_dir / "run_state.json").read_text())["respawns"]
+    (reported,) = json.loads((job.output_dir / "run_state.json").read_text())["restarts"]
     for part in ("died in phase 'generate' (engine 0 of node 0 is stuck: ", "(vllm_stall_timeout)", "16 requests"):
-        assert part in told
-    assert told.endswith("[GRPO-407]")
-    assert "[GRPO-415]" in told
+        assert part in reported
+    assert reported.endswith("[GRPO-407]")
+    assert "[GRPO-415]" in reported
     log = (job.output_dir / "logs" / "engine-node0-0.attempt-0.log").read_text()
     assert "in take_long" in log.partition("where its processes are")[2]

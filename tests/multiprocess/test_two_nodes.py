@@ -12,7 +12,7 @@ import pytest
 from grpo import cli
 from grpo.faults.failure import FailureRecord
 from grpo.ops.report.page import write_report
-from grpo.record.timeline.records import BACKWARD, FORWARD, OPTIMIZER, PUSH, SCORE, START, WAIT_GENERATE, read_timelines
+from grpo.record.timeline.records import BACKWARD, FORWARD, OPTIMIZER, SCORE, START, SYNC, WAIT_GENERATE, read_timelines
 from tests.support.contract import CONTRACT_S, STARTUP_S, inner_process, the_record, until_it_ends
 from tests.support.finished import JOB_S, MAX_GAP, completions_by_engine, finish_on_policy, lines_of
 from tests.support.launching import (
@@ -105,13 +105,13 @@ def test_what_both_nodes_recorded(unbalanced: Unbalanced, tmp_path: Path) -> Non
         for span, line in zip(of_engine, steps, strict=True):  # on a busy machine a batch waits to be sent, and longer
             assert line["by_node"]["rollout/tokens_per_s"][node] * (span.end - span.begin) < 1.2 * span.tokens
         phases = {span.phase for span in timeline.spans if span.lane == f"rank {node}"}
-        assert phases >= {START, WAIT_GENERATE, SCORE, FORWARD, BACKWARD, OPTIMIZER, PUSH}
+        assert phases >= {START, WAIT_GENERATE, SCORE, FORWARD, BACKWARD, OPTIMIZER, SYNC}
         assert {usage.device for usage in timeline.usages} == {"node", f"rank {node}", "engine 0"}
     sampled = [12 * line["completions/mean_length"] for line in steps]
     assert [sum(of_nodes) for of_nodes in zip(*tokens, strict=True)] == pytest.approx(sampled)
-    pushes = [[span for span in timeline.spans if span.phase == PUSH] for timeline in timelines]
-    for one, other in zip(*pushes, strict=True):
-        assert one.begin < other.end, "a push is of all nodes at once"
+    syncs = [[span for span in timeline.spans if span.phase == SYNC] for timeline in timelines]
+    for one, other in zip(*syncs, strict=True):
+        assert one.begin < other.end, "a weight sync is of all nodes at once"
         assert other.begin < one.end
     assert all(line["rollout/slowest_node"] in (0, 1) for line in steps)
     (run,) = write_report([folder], tmp_path / "report.html")
@@ -144,11 +144,11 @@ def test_a_group_straddles_both_nodes(unbalanced: Unbalanced) -> None:
 def balanced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """`vllm_balance_nodes` where one node seems to be five times as fast, and engines die.
 
-    That of node 0 in the third generation, that of node 1 in the push after the fourth step, and once more in the last
-    generation, when it may not come back.
+    That of node 0 in the third generation, that of node 1 in the weight sync after the fourth step, and once more in
+    the last generation, when it may not come back.
     """
     out = tmp_path_factory.mktemp("balanced")
-    config = {**SIX_STEPS, "vllm_balance_nodes": True, "vllm_max_respawns": 1}
+    config = {**SIX_STEPS, "vllm_balance_nodes": True, "vllm_max_restarts": 1}
     last = f"generate-{STEPS - 1}"
     strikes = [("update_weights", 4, "inner", 1), ("generate", STEPS - 1, "host", 1)]
     script = tiny_job_script(model, out, config=config, hold="generation-2", strikes=strikes)
@@ -190,19 +190,19 @@ def test_engines_that_die_hold_up_both_nodes_and_come_back(balanced: Job) -> Non
     state = json.loads((job.output_dir / "run_state.json").read_text())
     deaths = [
         ("after step 2: engine 0 of node 0 (", r"phase 'generate' \(engine 0 of node 0 .* signal 9 \[GRPO-406\]\)"),
-        ("after step 4: engine 0 of node 1 (", "phase 'push"),
+        ("after step 4: engine 0 of node 1 (", "phase 'weight sync"),
     ]
-    for told, (begin, why) in zip(state["respawns"], deaths, strict=True):
-        assert told.startswith(begin), told
-        assert re.search(why, told), told
-        assert told.endswith("[GRPO-407]"), told
-        engine = told.partition(": ")[2].partition("(")[0] + "("
+    for reported, (begin, why) in zip(state["restarts"], deaths, strict=True):
+        assert reported.startswith(begin), reported
+        assert re.search(why, reported), reported
+        assert reported.endswith("[GRPO-407]"), reported
+        engine = reported.partition(": ")[2].partition("(")[0] + "("
         assert job.output().count(engine) == 1, job.fail("not one line about it")
     for line in job.metrics():
         step = line["step"]
-        assert line["engine/respawns"] == (step > 2) + (step > 4), line
+        assert line["engine/restarts"] == (step > 2) + (step > 4), line
         assert line["engine/requests_reissued"] == (10 if step == 3 else 0)
-        assert line["push/repeats"] == (step == 5)
+        assert line["weight_sync/repeats"] == (step == 5)
 
 
 def test_an_engine_that_may_not_come_back_ends_the_job_with_one_record(balanced: Job) -> None:
@@ -232,7 +232,7 @@ EVENTS = {
         r"generation for step 2 \(train\) begins: 6 prompts",
         r"engine 0 is gone: 10 completions go to others",
         r"an engine died in phase 'generate': engine 0 of node 0 was killed by signal 9",
-        r"phase 'engine respawn'",
+        r"phase 'engine restart'",
         r"weight sync 4 begins: policy version 2",
         r"this node's generation batch of 10 completions ends",
         r"generation for step 2 ends",
@@ -248,14 +248,14 @@ EVENTS = {
         r"weight sync 3 ends: policy version 2",
         r"engine 0 of node 0 \(.*\) died in phase 'generate' .* is back after",
         r"weight sync 4 begins: policy version 2",
-        r"an engine died in phase 'push': engine 0 of node 1",
+        r"an engine died in phase 'sync': engine 0 of node 1",
         r"an engine does not come back: died more than 1 times in an hour",
         r"reports: node 1 \(.*\), rank 1, phase 'generate'",
     ],
     S0: [
         r"this is pid \d+ .*; sentinel of ranks \[0\]",
         r"rank 0: phase 'generate'",
-        r"rank 0: phase 'engine respawn'",
+        r"rank 0: phase 'engine restart'",
         r"the job failed on node 1 ",
     ],
     S1: [r"has reached the sentinel of node 0", r"rank 1 reports a failure in phase 'generate'"],
@@ -264,7 +264,7 @@ EVENTS = {
         r"builds vLLM's engine for ",
         r"takes work, after",
         r"call \d+ begins: update_weights",
-        r"the push is complete: \d+ parameters came",  # of vLLM's own process, forked off
+        r"the weight sync is complete: \d+ parameters came",  # of vLLM's own process, forked off
         r"call \d+ ends, after .*: finish_weight_update",
         r"this is pid \d+",  # its successor
         r"takes work, after",
@@ -274,8 +274,8 @@ EVENTS = {
 ONE_DEATH = [
     (R0, r"generation for step 2 \(train\) begins"),
     (R0, r"an engine died in phase 'generate'"),
-    (R0, r"phase 'engine respawn'"),
-    (S0, r"rank 0: phase 'engine respawn'"),
+    (R0, r"phase 'engine restart'"),
+    (S0, r"rank 0: phase 'engine restart'"),
     (R1, r"engine 0 of node 0 \(.*\) died in phase 'generate' .* is back after"),
     (R1, r"weight sync 4 begins"),
     (R0, r"weight sync 4 ends"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 STARTUP_S = 240  # until a job is where a test wants it; it takes about 25 s alone
 CONTRACT_S = 30  # promised, from the death on
-TOLD, _LOGS_END = "the job failed on ", "; the last lines of "
+REPORTED, _LOGS_END = "the job failed on ", "; the last lines of "
 _RECORD_LINES = 6
 _BY_RANK = re.compile(
     r"^(?:\[rank(?P<rank>\d+)\]: .*|\[grpo\] rank (?P<ended>\d+) ends: |\[grpo\] the sentinel of node \d+ kills rank "
@@ -85,8 +85,8 @@ def records_in(output: str) -> list[str]:
     """
     lines, found = output.splitlines(), {}
     for number, line in enumerate(lines):
-        if TOLD in line:
-            first = line.partition(TOLD)[2]
+        if REPORTED in line:
+            first = line.partition(REPORTED)[2]
             found[first] = "\n".join([first, *lines[number + 1 : number + _RECORD_LINES]]).partition(_LOGS_END)[0]
     own = [first for first in sorted(found) if not any(first != one and first.startswith(one) for one in found)]
     return [found[first] for first in own]

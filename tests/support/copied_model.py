@@ -9,7 +9,7 @@ import torch
 
 from grpo import GRPOTrainer
 from grpo.engine.messages import Sample
-from grpo.weights.proof import trainer_logprobs
+from grpo.weights.verifier import trainer_logprobs
 from tests.support.engines import Script, agree
 
 

@@ -19,5 +19,5 @@ def examined(env: dict[str, str], *flags: str) -> dict[str, Finding]:
 GIB = 1 << 30
 
 
-def room(free_bytes: int, *, inodes: int = 10**6, all_inodes: int = 10**7) -> SimpleNamespace:
+def space(free_bytes: int, *, inodes: int = 10**6, all_inodes: int = 10**7) -> SimpleNamespace:
     return SimpleNamespace(f_bavail=free_bytes, f_frsize=1, f_blocks=10**13, f_favail=inodes, f_files=all_inodes)

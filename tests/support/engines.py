@@ -59,7 +59,7 @@ class Script:
     asked: Counter[str] = field(default_factory=Counter)
     samples: list[Sample] = field(default_factory=list)
     story: list[tuple] = field(default_factory=list)
-    """("push", version) and ("abort",), in order; tests add their own."""
+    """("weight sync", version) and ("abort",), in order; tests add their own."""
     started: list["ScriptedEngine"] = field(default_factory=list)
 
     def start(
@@ -74,14 +74,14 @@ class Script:
         stall_timeout_s: float | None,
     ) -> "ScriptedEngine":
         """In the place of `EngineClient`."""
-        room = self.max_model_len or spec.engine_args.get("max_model_len", 4096)
-        engine = ScriptedEngine(name, self, on_death=on_death, max_model_len=room)
+        space = self.max_model_len or spec.engine_args.get("max_model_len", 4096)
+        engine = ScriptedEngine(name, self, on_death=on_death, max_model_len=space)
         self.started.append(engine)
         return engine
 
 
 class ScriptedEngine:
-    """Does what its script says, at once and in the caller's thread; only its death is told from another."""
+    """Does what its script says, at once and in the caller's thread; only its death is distinguished from another."""
 
     pid = 0
 
@@ -155,7 +155,7 @@ class ScriptedEngine:
         self.calls.append((method, kwargs))
         self._is_asked(method)
         if method == "finish_weight_update":
-            self.script.story.append(("push", int(kwargs["weight_version"])))
+            self.script.story.append(("sync", int(kwargs["weight_version"])))
         return self.script.control(method, kwargs)
 
     def error(self, what: str, kind: FailureKind | None = None) -> EngineError:
@@ -200,7 +200,7 @@ class ThreadedEngine(ScriptedEngine):
     def __init__(self, name: str, *, num_slots: int = 4, token_s: float = 0.0) -> None:
         super().__init__(name)
         self.num_slots, self.token_s = num_slots, token_s
-        self.told: list[tuple[str, tuple[int, ...]]] = []
+        self.reported: list[tuple[str, tuple[int, ...]]] = []
         self.samples: list[Sample] = []
         self.dies_after: int | None = None
         self.refuses: Callable[[Owed], bool] = lambda owed: False
@@ -219,7 +219,7 @@ class ThreadedEngine(ScriptedEngine):
         assert self.reads.wait(DEADLINE_S)
         with self._lock:
             self.samples.append(sample)
-            self.told.append(("sample", tuple(sample.ids)))
+            self.reported.append(("sample", tuple(sample.ids)))
             self._waiting += [
                 Owed(ident, sample.token_ids, sample.seed + i, sample.begun) for i, ident in enumerate(sample.ids)
             ]
@@ -227,7 +227,7 @@ class ThreadedEngine(ScriptedEngine):
     def abort(self, ids: Sequence[int]) -> None:
         assert self.reads.wait(DEADLINE_S)
         with self._lock:
-            self.told.append(("abort", tuple(ids)))
+            self.reported.append(("abort", tuple(ids)))
             self._waiting = [owed for owed in self._waiting if owed.completion_id not in ids]
 
     def die(self) -> None:

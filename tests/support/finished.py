@@ -39,12 +39,12 @@ def finish_on_policy(job: Job, num_steps: int = 3) -> list[dict]:
     assert [line["step"] for line in steps] == [*range(1, num_steps + 1)], job.fail("not every step was logged")
     assert job.output().count("the first weight sync is verified: ") == 1, job.fail("no line says so")
     for line in steps:
-        assert line["push/logprob_gap_limit"] == 1e-4  # a tenth of float32's, once the first gap is known
+        assert line["weight_sync/logprob_gap_limit"] == 1e-4  # a tenth of float32's, once the first gap is known
         assert line["sampling/sampling_logp_difference/max"] < MAX_GAP, job.fail(str(line))
         assert line["sampling/logprob_gap_max"] < MAX_GAP, job.fail(str(line))
         assert line["sampling/gap_alarms"] == 0, job.fail(str(line))
-        assert line["push/logprob_gap_max"] < MAX_GAP, job.fail(str(line))
+        assert line["weight_sync/logprob_gap_max"] < MAX_GAP, job.fail(str(line))
         assert line["engine/policy_version"] == line["step"] - 1
-        for name in ("rollout/generate_s", "rollout/tokens_per_s_min", "push/send_s", "push/bytes"):
+        for name in ("rollout/generate_s", "rollout/tokens_per_s_min", "weight_sync/send_s", "weight_sync/bytes"):
             assert line[name] > 0, job.fail(f"{name} is missing or 0 in {line}")
     return steps

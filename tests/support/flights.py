@@ -1,4 +1,4 @@
-"""One real engine that samples while weights are pushed to it."""
+"""One real engine that samples while weights are synced to it."""
 
 import os
 import threading
@@ -13,22 +13,22 @@ from transformers import PreTrainedModel
 from grpo.engine.client import EngineClient, EngineError
 from grpo.engine.environment import engine_environment
 from grpo.engine.messages import Begun, Sample, Sampled
-from grpo.weights.push import Pusher
-from grpo.weights.report import PushReport
+from grpo.weights.report import WeightSyncReport
 from grpo.weights.source import GatheredSource
+from grpo.weights.sync import WeightSyncer
 from grpo.weights.wire_format import ask_engines
 from tests.support.bare_engine import START_S, engine_spec
 
 CALL_S = 120.0
 ANSWER_S = 240.0
 PLACES = 34
-NUM_TOKENS = 600  # of a completion: a push comes after a few
+NUM_TOKENS = 600  # of a completion: a weight sync comes after a few
 ATTEMPTS = 10  # to find all completions under way; a process may be starved while the engine goes on
 NUM_PROMPTS, COPIES = 8, 4
 
 
 class Flight:
-    """An engine, the model whose weights are pushed to it, and what it has answered.
+    """An engine, the model whose weights are synced to it, and what it has answered.
 
     Args:
         environment: beside this process's.
@@ -63,7 +63,7 @@ class Flight:
         self.client.wait_ready(START_S)
         source = GatheredSource(self.model, wire_dtype=self.model.dtype, bucket_bytes=2**20)
         source.adopt(ask_engines([self.client], source.question, CALL_S))
-        self.pusher = Pusher(
+        self.syncer = WeightSyncer(
             source,
             [self.client],
             backend="shm",
@@ -72,8 +72,8 @@ class Flight:
             in_flight=True,
             on_paused=lambda version, of_engines: self.paused.append((version, of_engines[0])),
         )
-        self.pusher.connect()
-        self.push()
+        self.syncer.connect()
+        self.sync()
 
     def listen(self) -> None:
         self.client.listen(self._hear)
@@ -86,10 +86,10 @@ class Flight:
                 self.error = answer
             self._changed.notify_all()
 
-    def push(self, *, checks_bits: bool = True) -> PushReport:
+    def sync(self, *, checks_bits: bool = True) -> WeightSyncReport:
         self.version += 1
-        self.pusher.source.forget_sent()
-        report, error = self.pusher.push(self.version, checks_bits=checks_bits)
+        self.syncer.source.forget_sent()
+        report, error = self.syncer.sync(self.version, checks_bits=checks_bits)
         assert error is None, error
         return report
 
@@ -167,7 +167,7 @@ def prompts_of(length: int, *, first: int = 0) -> list[np.ndarray]:
 
 
 def undisturbed(flight: Flight, prompts: Sequence[np.ndarray]) -> list[Sampled]:
-    """All begin in the same step, as those do that a push comes upon: sums of floats depend on who is beside."""
+    """All begin in the same step, as those do that a weight sync comes upon: sums of floats depend on who is beside."""
     flight.pause()
     ids = flight.submit(prompts, COPIES, tokens=NUM_TOKENS)
     flight.resume()
@@ -186,11 +186,11 @@ def same_weights_change_no_bit(flight: Flight) -> None:
         expected = undisturbed(flight, prompts)
         ids, counts = flight.under_way(prompts, COPIES)
         flight.paused.clear()
-        report = flight.push()
+        report = flight.sync()
         assert flight.paused == [(flight.version, counts)]
         assert len(counts) == NUM_PROMPTS * COPIES
         assert report.paused_s is not None
         assert 0 < report.paused_s <= report.total_s
         if bits_of(flight.answered(ids)) == bits_of(expected):
             return
-    pytest.fail(f"in {ATTEMPTS} pushes of the same weights some bit was always another one")
+    pytest.fail(f"in {ATTEMPTS} weight syncs of the same weights some bit was always another one")

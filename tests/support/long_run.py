@@ -23,9 +23,9 @@ def make_long_run(folder: Path, steps: int, nodes: int) -> Path:
                 file.write(json.dumps(again) + "\n")
     for path in (folder / "timeline").iterdir():
         _repeat(path, steps // PIECE, length)
-    told = json.loads((folder / "run.json").read_text())
-    told["attempts"][0]["arguments"]["max_steps"] = told["attempts"][0]["step"] = steps
-    (folder / "run.json").write_text(json.dumps(told))
+    reported = json.loads((folder / "run.json").read_text())
+    reported["attempts"][0]["arguments"]["max_steps"] = reported["attempts"][0]["step"] = steps
+    (folder / "run.json").write_text(json.dumps(reported))
     return folder
 
 

@@ -106,7 +106,7 @@ PROGRAMS = {
 
 @dataclass
 class Machine:
-    """A folder with the programs that a script calls, and what they are told."""
+    """A folder with the programs that a script calls, and what they are reported."""
 
     folder: Path
     env: dict[str, str] = field(default_factory=dict)

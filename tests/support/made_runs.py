@@ -25,12 +25,12 @@ FAULTS = {
     "waiting-ranks": "ranks wait for the engines for most of the time",
     "long-tail": "ranks wait for the longest completions of a batch, although engines sample ahead",
     "slow-reward": "a reward function takes a third of each step",
-    "slow-push": "the push takes a third of each step",
+    "slow-sync": "the weight sync takes a third of each step",
     "slow-save": "saving takes a fifth of the time",
     "no-spread": "most groups have the same reward for all their completions",
     "clipped": "most completions end at their longest length",
     "refused": "prompts are left out, because no engine takes them",
-    "respawns": "engines die and come back",
+    "restarts": "engines die and come back",
     "gap": "the log-probabilities of engine and trainer are apart",
     "drift": "in the second half of the steps the engines of node 1 hold other weights than the trainer",
     "failed": "the first attempt failed, the second goes on",
@@ -57,13 +57,13 @@ class MadeRun:
 
     def seconds(self) -> dict[str, float]:
         usual = {"generate": 20.0, "score": 0.6, "old": 1.5, "reference": 1.5, "forward": 5.0, "backward": 10.0}
-        usual |= {"optimizer": 1.0, "push": 0.8, "save": 4.0}
+        usual |= {"optimizer": 1.0, "sync": 0.8, "save": 4.0}
         usual |= {
             "idle-engines": {"generate": 12.0},
             "waiting-ranks": {"generate": 50.0},
             "long-tail": {"generate": 50.0},
             "slow-reward": {"score": 18.0},
-            "slow-push": {"push": 18.0},
+            "slow-sync": {"sync": 18.0},
             "slow-save": {"save": 450.0},
         }.get(self.fault, {})
         return usual | self.times
@@ -140,9 +140,9 @@ def _step(
     )
     wait = np.maximum(generate - train, 0.0) if looks_ahead else generate
     trained_from = clock + wait.max() + 0.05
-    end = trained_from + train + seconds["push"] + (seconds["save"] if (step + 1) % run.save_every == 0 else 0)
+    end = trained_from + train + seconds["sync"] + (seconds["save"] if (step + 1) % run.save_every == 0 else 0)
     by_node: dict[str, list[float]] = {
-        name: [] for name in ("generate_s", "tokens_per_s", "wait_s", "idle_s", "push_s")
+        name: [] for name in ("generate_s", "tokens_per_s", "wait_s", "idle_s", "sync_s")
     }
     for node, file in enumerate(timelines):
         tokens = int(rng.normal(60_000, 3_000))
@@ -153,8 +153,8 @@ def _step(
         by_node["generate_s"].append(float(generate[node]))
         by_node["tokens_per_s"].append(tokens / float(generate[node]))
         by_node["wait_s"].append(float(wait.max()))
-        by_node["idle_s"].append(max(0.0, end - clock - float(generate[node]) - seconds["push"]))
-        by_node["push_s"].append(seconds["push"])
+        by_node["idle_s"].append(max(0.0, end - clock - float(generate[node]) - seconds["sync"]))
+        by_node["sync_s"].append(seconds["sync"])
     return end, by_node
 
 
@@ -180,8 +180,8 @@ def _spans(
         policy_version=step,
         **common,
     )
-    if run.fault == "respawns" and node == 0 and step % 40 == 39:
-        yield Span(lane="engine 0", phase=records.RESPAWN, begin=clock + 2, end=clock + 28, **common)
+    if run.fault == "restarts" and node == 0 and step % 40 == 39:
+        yield Span(lane="engine 0", phase=records.RESTART, begin=clock + 2, end=clock + 28, **common)
     lane, at = _lane(node), trained_from
     if trained_from - clock > 0.05:
         yield Span(lane=lane, phase=records.WAIT_GENERATE, begin=clock, end=trained_from, **common)
@@ -193,18 +193,18 @@ def _spans(
         (records.FORWARD, "", seconds["forward"]),
         (records.BACKWARD, "", seconds["backward"]),
         (records.OPTIMIZER, "", seconds["optimizer"]),
-        (records.PUSH, "", seconds["push"]),
+        (records.SYNC, "", seconds["sync"]),
     ]
     if (step + 1) % run.save_every == 0:
         parts.append((records.SAVE, "", seconds["save"]))
     for phase, name, length in parts:
         on_gpu = phase in (records.FORWARD, records.BACKWARD, records.OPTIMIZER)
         yield Span(lane=lane, phase=phase, name=name, begin=at, end=at + length, on_gpu=on_gpu, **common)
-        if phase == records.PUSH:
-            yield Span(lane="push", phase=records.PUSH_GATHER, begin=at, end=at + length * 0.8, **common)
+        if phase == records.SYNC:
+            yield Span(lane="sync", phase=records.SYNC_GATHER, begin=at, end=at + length * 0.8, **common)
             yield Span(
-                lane="push",
-                phase=records.PUSH_SEND,
+                lane="sync",
+                phase=records.SYNC_SEND,
                 begin=at + length * 0.1,
                 end=at + length,
                 bytes=15_000_000_000,
@@ -261,7 +261,7 @@ def _metrics(
         ("rollout/tokens_per_s", by_node["tokens_per_s"]),
         ("rollout/wait_s", by_node["wait_s"]),
         ("engine/idle_s", by_node["idle_s"]),
-        ("push/total_s", by_node["push_s"]),
+        ("weight_sync/total_s", by_node["sync_s"]),
     ):
         line |= {name: float(np.mean(figures)), f"{name}_min": min(figures), f"{name}_max": max(figures)}
         line.setdefault("by_node", {})[name] = [round(each, 4) for each in figures]
@@ -269,13 +269,17 @@ def _metrics(
     line |= {"rollout/slowest_node": float(np.argmax(by_node["generate_s"]))}
     line |= {"rollout/policy_lag": 1.0, "rollout/policy_lag_steps": 1.0, "engine/policy_version": step - 1}
     line |= {"rollout/refused": 2.0 if run.fault == "refused" else 0.0}
-    line |= {"engine/respawns": float(step // 40) if run.fault == "respawns" else 0.0}
+    line |= {"engine/restarts": float(step // 40) if run.fault == "restarts" else 0.0}
     if run.fault == "drift":
         gaps = [0.09 if node == 1 and step > run.steps / 2 else 0.012 for node in range(run.nodes)]
         line |= {"sampling/logprob_gap": float(np.mean(gaps)), "sampling/gap_alarms": float(step > run.steps / 2)}
         line["by_node"]["sampling/logprob_gap"] = gaps
-    line |= {"push/logprob_gap_mean": gap, "push/logprob_gap_max": 10 * gap, "push/logprob_gap_judged": gap}
-    line |= {"push/logprob_gap_limit": 0.15}
+    line |= {
+        "weight_sync/logprob_gap_mean": gap,
+        "weight_sync/logprob_gap_max": 10 * gap,
+        "weight_sync/logprob_gap_judged": gap,
+    }
+    line |= {"weight_sync/logprob_gap_limit": 0.15}
     return line | {"epoch": step / run.steps}
 
 
@@ -315,18 +319,18 @@ def _completions(folder: Path, run: MadeRun, attempt: int, step: int, time: floa
 def _write_states(
     folder: Path, run: MadeRun, attempts: list[tuple[int, int, int]], times: list[tuple[float, float]]
 ) -> None:
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     for (attempt, first, last), (began, ended) in zip(attempts, times, strict=True):
-        is_last = len(told) == len(attempts) - 1
+        is_last = len(reported) == len(attempts) - 1
         record = {
             "node": 1,
             "rank": 8,
             "host": "gpu-01",
-            "phase": "push",
+            "phase": "sync",
             "kind": "engine",
             "cause": "EngineDied: the engine was killed by signal 9 [GRPO-406]: its last words",
         }
-        told.append(
+        reported.append(
             {
                 "attempt": attempt,
                 "job": "4711",
@@ -338,7 +342,7 @@ def _write_states(
                 "why": "" if is_last else "JobFailed: the job failed on node 1",
                 "kind": "engine",
                 "failure": None if is_last else record,
-                "respawns": [],
+                "restarts": [],
                 "command": ["train.py", "--config", "configs/train/gsm8k.yaml"],
                 "arguments": {
                     "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
@@ -365,7 +369,7 @@ def _write_states(
                 },
             }
         )
-    (folder / "run.json").write_text(json.dumps({"attempts": told}, indent=1))
+    (folder / "run.json").write_text(json.dumps({"attempts": reported}, indent=1))
     state = {"state": "finished", "why": "", "job": "4711", "attempt": attempts[-1][0], "step": run.steps}
     (folder / "run_state.json").write_text(json.dumps(state))
 

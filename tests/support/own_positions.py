@@ -8,7 +8,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from grpo.weights.probe import probe_prompts
-from grpo.weights.proof import Prover
+from grpo.weights.verifier import Verifier
 from tests.support.tiny_models import VOCAB_SIZE
 
 PADS = 8
@@ -38,8 +38,8 @@ def random_model(model_type: str, dropout: float = 0.1) -> PreTrainedModel:
     return model.eval()
 
 
-def prover_of(model: nn.Module, **settings: Any) -> Prover:
-    return Prover(
+def verifier_of(model: nn.Module, **settings: Any) -> Verifier:
+    return Verifier(
         **{
             "model": model,
             "clients": [],

@@ -14,7 +14,7 @@ def picture(seed: int, side: int = 40) -> Image.Image:
 
 
 def pictured(texts: Sequence[str], where: str, *, without: Sequence[int] = (), period: int = 8) -> Dataset:
-    """A conversation for each text, with a picture of its own; of every `period` rows those of `without` have none.
+    """An episode for each text, with a picture of its own; of every `period` rows those of `without` have none.
 
     Args:
         where: the column `image` or `images`, or `messages`.

@@ -23,7 +23,7 @@ def call(name: str, **arguments: int | str) -> str:
 
 
 def speaks(reply: Callable[[str, int], str]) -> Callable[[Sample, int], list[int]]:
-    """The tokens of what `reply` makes of the conversation so far, and its seed."""
+    """The tokens of what `reply` makes of the episode so far, and its seed."""
 
     def tokens_of(sample: Sample, number: int) -> list[int]:
         ids = TOKENIZER(reply(TOKENIZER.decode(sample.token_ids), sample.seed + number))["input_ids"]

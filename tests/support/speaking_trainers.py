@@ -28,7 +28,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, script: Script, model: Path, tmp_path: Path) -> Iterator[Make]:
     """A trainer whose engine has this `reply`; closed afterwards."""
-    monkeypatch.setattr(delivery, "is_due", lambda push: False)
+    monkeypatch.setattr(delivery, "is_due", lambda sync: False)
     made: weakref.WeakSet[GRPOTrainer] = weakref.WeakSet()  # those that their test holds no more go by themselves
 
     def trainer(reply: Callable[[str, int], str], reward: Any = right, **more: Any) -> GRPOTrainer:

@@ -71,7 +71,7 @@ def test_options_are_taken_in_both_spellings(option: str, monkeypatch: pytest.Mo
     assert ports == [5]
 
 
-def test_flags_of_another_program_are_told_where_to_go(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_another_program_are_shown_where_to_go(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", "--num_processes", "7", "--learning_rate", "1"])
     assert "unrecognized arguments: --learning_rate; flags of train.py follow behind ` -- `" in capsys.readouterr().err

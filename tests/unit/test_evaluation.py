@@ -9,32 +9,32 @@ from transformers import TrainerCallback
 
 from grpo.rollout.pool import EnginePool
 from grpo.weights import delivery
-from grpo.weights.push import Pusher
+from grpo.weights.sync import WeightSyncer
 from tests.support.engines import Script
 from tests.support.scripted_trainer import make_trainer, of_kind, use_scripted_engines
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    """Its story has ("sample", difference) of every batch: how far the trainer's weights are from what was pushed."""
-    script, push, submit = use_scripted_engines(monkeypatch), Pusher.push, EnginePool.submit
+    """Its story has ("sample", difference) of every batch: how far the trainer's weights are from what was synced."""
+    script, sync, submit = use_scripted_engines(monkeypatch), WeightSyncer.sync, EnginePool.submit
     models: list[torch.nn.Module] = []
-    pushed: list[torch.Tensor] = []
+    synced: list[torch.Tensor] = []
 
     def weights() -> torch.Tensor:
         return models[0].get_input_embeddings().weight.detach().clone()
 
-    def noted_push(pusher: Pusher, version: int, **settings: Any) -> Any:
-        models[:] = [pusher.source.model]
-        pushed[:] = [weights()]
-        return push(pusher, version, **settings)
+    def noted_sync(syncer: WeightSyncer, version: int, **settings: Any) -> Any:
+        models[:] = [syncer.source.model]
+        synced[:] = [weights()]
+        return sync(syncer, version, **settings)
 
     def noted_submit(pool: EnginePool, requests: Any, **more: Any) -> Any:
-        script.story.append(("sample", (weights() - pushed[0]).abs().max().item()))
+        script.story.append(("sample", (weights() - synced[0]).abs().max().item()))
         return submit(pool, requests, **more)
 
-    monkeypatch.setattr(delivery, "is_due", lambda push: False)
-    monkeypatch.setattr(Pusher, "push", noted_push)
+    monkeypatch.setattr(delivery, "is_due", lambda sync: False)
+    monkeypatch.setattr(WeightSyncer, "sync", noted_sync)
     monkeypatch.setattr(EnginePool, "submit", noted_submit)
     return script
 
@@ -83,7 +83,7 @@ def test_the_best_weights_are_evaluated_once_they_are_loaded(tiny_model: Path, t
         trainer.evaluate()
     finally:
         trainer.close()
-    assert of_kind(script.story, "push") == [3]
+    assert of_kind(script.story, "sync") == [3]
     assert set(of_kind(script.story, "sample")) == {0.0}
 
 

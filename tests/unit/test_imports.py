@@ -28,7 +28,7 @@ def test_light_modules_load_neither_engine_nor_deepspeed(module: str) -> None:
 
 def test_what_runs_before_a_users_script_reads_no_variable_that_it_may_set() -> None:
     """HF_HOME, HF_HUB_OFFLINE and others are read once, at import."""
-    modules = loaded("import grpo.ops.launch.script, grpo.ops.launch.agent, grpo.ops.telling")
+    modules = loaded("import grpo.ops.launch.script, grpo.ops.launch.agent, grpo.ops.mistakes")
     assert not {"datasets", "huggingface_hub", "transformers", "torch", "pyarrow"} & modules
 
 
@@ -99,7 +99,7 @@ def test_no_text_names_a_module_that_may_not_be_imported() -> None:
         ("grpo.engine.host", 'X = f"{1} grpo.trainer"', ["grpo.trainer"]),
         ("grpo.engine.host", 'X = "see python -m grpo.ops.doctor"', []),
         ("grpo.engine.host", 'X = ["grpo.engine.plugin", "grpo.place.log"]', []),
-        ("grpo.rollout.pool", 'X = "grpo.weights.push"', ["grpo.weights.push"]),
+        ("grpo.rollout.pool", 'X = "grpo.weights.sync"', ["grpo.weights.sync"]),
         ("grpo.ops.plan.job", 'X = ["grpo.ops.doctor.table", "grpo.ops.train.data"]', ["grpo.ops.doctor.table"]),
     ],
 )

@@ -1,4 +1,5 @@
-"""What is sampled ahead, and the order of pushes, generations and steps: the real trainer over a scripted engine."""
+"""What is sampled ahead, and the order of weight syncs, generations and steps: the real trainer over a scripted
+engine."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -54,10 +55,10 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
 
 @pytest.fixture
 def story(script: Script, monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> list[tuple]:
-    """What happened, in order: pushes, submissions and collections by their prompts, and optimizer steps."""
+    """What happened, in order: weight syncs, submissions and collections by their prompts, and optimizer steps."""
     events = script.story
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    monkeypatch.setattr(delivery, "is_due", lambda push: False)
+    monkeypatch.setattr(delivery, "is_due", lambda sync: False)
     submit, collect = EnginePool.submit, EnginePool.collect
     asked: dict[Any, tuple[str, ...]] = {}
 
@@ -83,9 +84,9 @@ def test_the_order_and_the_lag(tiny_model: Path, tmp_path: Path, story: list[tup
     trainer = train(tiny_model, tmp_path, story, generation_lookahead=1)
     first, second, third = of_kind(story, "score")
     assert story == [
-        ("push", 0), ("submit", first), ("collect", first), ("submit", second), ("score", first), ("step", 1),
-        ("collect", second), ("push", 1), ("submit", third), ("score", second), ("step", 2),
-        ("collect", third), ("push", 2), ("score", third), ("step", 3),
+        ("sync", 0), ("submit", first), ("collect", first), ("submit", second), ("score", first), ("step", 1),
+        ("collect", second), ("sync", 1), ("submit", third), ("score", second), ("step", 2),
+        ("collect", third), ("sync", 2), ("score", third), ("step", 3),
     ]  # fmt: skip
     lines = [line for line in trainer.state.log_history if "reward" in line]
     assert [line["rollout/policy_lag"] for line in lines] == [0, 1, 1]
@@ -98,17 +99,18 @@ def test_the_order_and_the_lag(tiny_model: Path, tmp_path: Path, story: list[tup
 
 
 def test_three_batches_under_way(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
-    """A push comes before the wait for the oldest batch, and the next batch behind it; none that nobody trains on."""
+    """A weight sync comes before the wait for the oldest batch, and the next batch behind it; none that nobody trains
+    on."""
     trainer = train(tiny_model, tmp_path, story, generation_lookahead=3, max_steps=6)
     one, two, three, four, five, six = of_kind(story, "score")
     assert story == [
-        ("push", 0), ("submit", one), ("submit", two), ("submit", three),
+        ("sync", 0), ("submit", one), ("submit", two), ("submit", three),
         ("collect", one), ("submit", four), ("score", one), ("step", 1),
-        ("push", 1), ("collect", two), ("submit", five), ("score", two), ("step", 2),
-        ("push", 2), ("collect", three), ("submit", six), ("score", three), ("step", 3),
-        ("push", 3), ("collect", four), ("score", four), ("step", 4),
-        ("push", 4), ("collect", five), ("score", five), ("step", 5),
-        ("push", 5), ("collect", six), ("score", six), ("step", 6),
+        ("sync", 1), ("collect", two), ("submit", five), ("score", two), ("step", 2),
+        ("sync", 2), ("collect", three), ("submit", six), ("score", three), ("step", 3),
+        ("sync", 3), ("collect", four), ("score", four), ("step", 4),
+        ("sync", 4), ("collect", five), ("score", five), ("step", 5),
+        ("sync", 5), ("collect", six), ("score", six), ("step", 6),
     ]  # fmt: skip
     lines = [line for line in trainer.state.log_history if "reward" in line]
     for name in ("policy_lag", "policy_lag_steps", "staleness_mean", "staleness_max"):
@@ -138,7 +140,7 @@ def test_an_evaluation_that_is_not_the_loops_own_waits_for_all_that_is_under_way
     begins, ends = story.index(("step", 1)), story.index(("evaluate", evaluated))
     assert story[begins + 1 : ends + 1] == [
         ("collect", two), ("collect", three), ("collect", four),
-        ("push", 1), ("submit", evaluated), ("collect", evaluated), ("evaluate", evaluated),
+        ("sync", 1), ("submit", evaluated), ("collect", evaluated), ("evaluate", evaluated),
     ]  # fmt: skip
 
 
@@ -146,13 +148,13 @@ def test_on_policy_by_default(tiny_model: Path, tmp_path: Path, story: list[tupl
     trainer = train(tiny_model, tmp_path, story, max_steps=2)
     first, second = of_kind(story, "score")
     assert story == [
-        ("push", 0), ("submit", first), ("collect", first), ("score", first), ("step", 1),
-        ("push", 1), ("submit", second), ("collect", second), ("score", second), ("step", 2),
+        ("sync", 0), ("submit", first), ("collect", first), ("score", first), ("step", 1),
+        ("sync", 1), ("submit", second), ("collect", second), ("score", second), ("step", 2),
     ]  # fmt: skip
     assert {line["rollout/policy_lag"] for line in trainer.state.log_history if "reward" in line} == {0}
 
 
-def test_a_second_training_begins_with_a_push(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+def test_a_second_training_begins_with_a_sync(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
     trainer = make_trainer(tiny_model, tmp_path, story, max_steps=1)
     try:
         trainer.train()
@@ -160,7 +162,7 @@ def test_a_second_training_begins_with_a_push(tiny_model: Path, tmp_path: Path, 
         trainer.train()
     finally:
         trainer.close()
-    assert of_kind(story, "push", "step") == [0, 1, 0, 1, 1, 2]
+    assert of_kind(story, "sync", "step") == [0, 1, 0, 1, 1, 2]
 
 
 def test_after_a_failed_training_a_signal_ends_the_process_again(
@@ -246,8 +248,8 @@ def by_policy(script: Script) -> Callable[[Sample, Sequence[int]], Sequence[floa
     """Log-probabilities that say which policy has sampled."""
 
     def logprobs(sample: Sample, tokens: Sequence[int]) -> Sequence[float]:
-        pushed = [version for kind, version, *_ in script.story if kind == "push"]
-        return [-2.5 - 0.1 * pushed[-1]] * len(tokens)
+        synced = [version for kind, version, *_ in script.story if kind == "sync"]
+        return [-2.5 - 0.1 * synced[-1]] * len(tokens)
 
     return logprobs
 
@@ -309,7 +311,7 @@ def test_resume_with_adapters_that_travel_goes_on_with_all_batches_under_way(
 
     def control(method: str, kwargs: dict[str, Any]) -> Any:
         if method == "take_adapter":
-            story.append(("push", int(kwargs["policy_version"])))
+            story.append(("sync", int(kwargs["policy_version"])))
         return agree(method, kwargs)
 
     script.control, script.logprobs_of = control, by_policy(script)
@@ -328,7 +330,7 @@ def test_resume_with_adapters_that_travel_goes_on_with_all_batches_under_way(
     assert [line[-3:] for line in run_of(whole)] == [[0, 0, 0], [1, 1, 0], [2, 2, 0], [3, 3, 0], [3, 3, 1], [3, 3, 2]]
 
 
-def test_a_data_set_that_changes_when_it_is_read_again_is_told(
+def test_a_data_set_that_changes_when_it_is_read_again_is_reported(
     tiny_model: Path, tmp_path: Path, story: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = iter(range(10, 10**6))

@@ -87,7 +87,7 @@ def subclass(sampler: Callable[[Any, Callable[[], Any]], Any]) -> type[GRPOTrain
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    monkeypatch.setattr(delivery, "is_due", lambda push: False)
+    monkeypatch.setattr(delivery, "is_due", lambda sync: False)
     return use_scripted_engines(monkeypatch)
 
 

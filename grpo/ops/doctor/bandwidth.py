@@ -29,14 +29,14 @@ from grpo.faults.sentinel_start import link_to_sentinel
 from grpo.faults.watch import FailureWatch
 from grpo.ops.doctor.bandwidth_verdict import DTYPES, RankResult, explain_failure, judge_bandwidth, partners_of
 from grpo.ops.doctor.table import show
-from grpo.ops.meeting.addresses import read_interfaces, route_to
+from grpo.ops.rendezvous.addresses import read_interfaces, route_to
 from grpo.place.files import add_job_arguments, wishes_of
 from grpo.place.launch import Launch, read_launch
 
 MB = 10**6
 WARM_UPS, REPEATS = 2, 5
 PAIR_BYTES = 64 * MB  # at most, from each rank
-_BYTES_PER_PARAMETER = 2  # bfloat16, in which weights are pushed
+_BYTES_PER_PARAMETER = 2  # bfloat16, in which weights are synced
 _MARGIN_S = 60.0  # a collective outlasts the stage's deadline, so that the watch ends it and names who is missing
 
 
@@ -47,7 +47,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--size-mb", type=int, help="of each collective's result; default: 256, and 16 with gloo")
     parser.add_argument("--deadline", type=float, default=300.0, metavar="SECONDS", help="default: %(default).0f")
-    parser.add_argument("--params-b", type=float, help="1e9 parameters of the model, to estimate the seconds of a push")
+    parser.add_argument(
+        "--params-b", type=float, help="1e9 parameters of the model, to estimate the seconds of a weight sync"
+    )
     add_job_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     args = parser.parse_args(argv)

@@ -1,11 +1,11 @@
-"""What the measured seconds mean: GB/s, a push, a slow node. Pure functions of the ranks' results."""
+"""What the measured seconds mean: GB/s, a weight sync, a slow node. Pure functions of the ranks' results."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpo.ops.doctor.records import DoctorVerdict, Finding, merge
-from grpo.ops.meeting.trouble import list_nodes
+from grpo.ops.rendezvous.trouble import list_nodes
 from grpo.place.wire import Wire
 
 GB = 1e9
@@ -84,7 +84,7 @@ def judge_bandwidth(
 
     Args:
         num_bytes: of the result of a collective on each rank; `pair_bytes`: sent by each rank to its partner.
-        model_bytes: of one push; None: not asked for.
+        model_bytes: of one weight sync; None: not asked for.
         device: on which number formats were tried; `job_dtypes`: those that the job exchanges, None: not told.
     """
     by_node: dict[int, list[RankResult]] = {}
@@ -96,7 +96,7 @@ def judge_bandwidth(
         *_formats(results, f"{backend} on {device}", job_dtypes),
         *_inside(by_node, names, num_bytes, backend),
         *_across(results, num_bytes, len(names)),
-        *_push(results, num_bytes, model_bytes),
+        *_sync(results, num_bytes, model_bytes),
         *_pairs(results, names, pair_bytes * min(map(len, by_node.values()))),
     ]
     return DoctorVerdict(nodes=names, findings=merge(findings, names))
@@ -156,13 +156,13 @@ def _across(results: Sequence[RankResult], num_bytes: int, num_nodes: int) -> li
     return [Finding.passed("across nodes", message)] if rates else []
 
 
-def _push(results: Sequence[RankResult], num_bytes: int, model_bytes: int | None) -> list[Finding]:
+def _sync(results: Sequence[RankResult], num_bytes: int, model_bytes: int | None) -> list[Finding]:
     if model_bytes is None:
         return []
     seconds = _slowest(results, "across_s") or _slowest(results, "inside_s")
     gather_s = model_bytes / num_bytes * seconds["all-gather"]
     message = f"about {gather_s:.1f} s to gather {model_bytes / GB:.1f} GB; the copy into the engine comes on top"
-    return [Finding.passed("one push", message)]
+    return [Finding.passed("one weight sync", message)]
 
 
 def _pairs(results: Sequence[RankResult], names: Sequence[str], num_bytes: int) -> list[Finding]:
@@ -206,7 +206,7 @@ def explain_failure(
     elif backend != "nccl":
         fix = f"set GLOO_SOCKET_IFNAME={interface}: the interface that joins the nodes; grpo doctor names it"
     elif is_one_node or stage.startswith("inside"):
-        fix = "try NCCL_P2P_DISABLE=1 (GPUs that cannot reach each other) and look at the room in /dev/shm; or train "
+        fix = "try NCCL_P2P_DISABLE=1 (GPUs that cannot reach each other) and look at the space in /dev/shm; or train "
         fix += "with ddp_backend: gloo and vllm_sync_backend: shm"
     else:
         fix = f"set NCCL_SOCKET_IFNAME={interface} (the interface that joins the nodes); if that is right, "

@@ -5,17 +5,17 @@ from dataclasses import replace
 
 from grpo.ops.doctor.network import select_interfaces
 from grpo.ops.doctor.records import DoctorVerdict, Examination, Finding, Status, merge
-from grpo.ops.meeting.addresses import read_interfaces, route_to
-from grpo.ops.meeting.agreement import compare_software, differences
-from grpo.ops.meeting.expected import Place
-from grpo.ops.meeting.meeting import Attendance
-from grpo.ops.meeting.trouble import Trouble, list_nodes
+from grpo.ops.rendezvous.addresses import read_interfaces, route_to
+from grpo.ops.rendezvous.agreement import compare_software, differences
+from grpo.ops.rendezvous.expected import Place
+from grpo.ops.rendezvous.rendezvous import Attendance
+from grpo.ops.rendezvous.trouble import Trouble, list_nodes
 
 SKEW_S = 2.0  # logs of two nodes stop being comparable; certificates and munge tokens fail at minutes
 _ROUTES_SHOWN = 8
 
 
-def judge_meeting(place: Place, own: Examination, attendance: Attendance) -> DoctorVerdict:
+def judge_rendezvous(place: Place, own: Examination, attendance: Attendance) -> DoctorVerdict:
     """The head's verdict over those that came, and those that did not."""
     joined = [Finding.of("join", trouble) for trouble in attendance.troubles]
     reports = []
@@ -120,7 +120,7 @@ def _reachable_names(reports: Sequence[Examination]) -> list[Finding]:
 
 
 def _routes(reports: Sequence[Examination]) -> list[Finding]:
-    """Which interface joins the nodes, and whether NCCL was told another one for its bootstrap."""
+    """Which interface joins the nodes, and whether NCCL was given another one for its bootstrap."""
     findings = []
     for report in reports:
         value, interface = report.variables.get("NCCL_SOCKET_IFNAME"), report.route_interface

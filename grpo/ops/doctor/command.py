@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from grpo.ops.meeting import expected
+from grpo.ops.rendezvous import expected
 from grpo.place.files import add_job_arguments, wishes_of
 
 DEFAULT_PORT = 29411  # below torchrun's 29500, above nothing well known
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     expected.add_arguments(parser, default_port=DEFAULT_PORT)
     what = parser.add_argument_group("what else to check")
     what.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs that each node must see")
-    what.add_argument("--output-dir", type=Path, metavar="DIR", help="room in it, and whether all nodes share it")
+    what.add_argument("--output-dir", type=Path, metavar="DIR", help="space in it, and whether all nodes share it")
     what.add_argument("--model", help="a folder or a hub name: is it complete on every node")
     what.add_argument("--dataset", help="a path or a hub name: the same")
     add_job_arguments(parser.add_argument_group("the job", "does it ask for CPUs, which data set"))

@@ -63,7 +63,7 @@ def orphaned_segments(folder: Path) -> list[Path]:
 
 
 def check_shared_memory(*, has_gpus: bool, folder: Path = Path("/dev/shm")) -> list[Finding]:
-    """Room in /dev/shm, where NCCL's and vLLM's processes of a node talk, and what ended jobs left in it."""
+    """Space in /dev/shm, where NCCL's and vLLM's processes of a node talk, and what ended jobs left in it."""
     stat = os.statvfs(folder)
     free, size = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
     findings = []

@@ -52,9 +52,9 @@ def check_interface_names(variables: Mapping[str, str], names: Sequence[str], ro
             fix = f"set GLOO_SOCKET_IFNAME={good}, or unset it"
             message = f"GLOO_SOCKET_IFNAME={value}: no interface {', '.join(unknown)}; {present}"
             findings.append(Finding.fail("interfaces", message, fix))
-    names_told = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-    shown = " ".join(f"{name}={variables[name]}" for name in names_told if variables.get(name))
-    return findings or [Finding.passed("interfaces", shown or f"{' and '.join(names_told)} are not set")]
+    names_set = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    shown = " ".join(f"{name}={variables[name]}" for name in names_set if variables.get(name))
+    return findings or [Finding.passed("interfaces", shown or f"{' and '.join(names_set)} are not set")]
 
 
 # -- InfiniBand ---------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from grpo.ops.meeting.agreement import Software
-from grpo.ops.meeting.trouble import Trouble
+from grpo.ops.rendezvous.agreement import Software
+from grpo.ops.rendezvous.trouble import Trouble
 from grpo.place.wire import Wire
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from grpo.faults.deadlines import within
 from grpo.ops.doctor import gpus, installation, leftovers, network, storage
 from grpo.ops.doctor.records import Examination, Finding
-from grpo.ops.meeting.addresses import address_of, read_interfaces, route_to
-from grpo.ops.meeting.agreement import read_software
+from grpo.ops.rendezvous.addresses import address_of, read_interfaces, route_to
+from grpo.ops.rendezvous.agreement import read_software
 from grpo.place import devices
 from grpo.place.files import Wishes
 from grpo.place.gpu_needs import unmet_cpu_need
@@ -50,7 +50,7 @@ def examine(
         "open files": storage.check_open_files,
     }
     if asked.output_dir is not None:
-        checks["output path"] = lambda: storage.check_room(asked.output_dir)
+        checks["output path"] = lambda: storage.check_space(asked.output_dir)
     if asked.model is not None:
         checks["model"] = lambda: storage.check_model(asked.model, has_gpus=bool(fields.get("gpus")))
     if asked.dataset is not None:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from grpo.ops.doctor.between_nodes import judge, judge_meeting
+from grpo.ops.doctor.between_nodes import judge, judge_rendezvous
 from grpo.ops.doctor.records import DoctorVerdict, Examination, Finding
 from grpo.ops.doctor.shared_file import find_shared_file, shared_file
 from grpo.ops.doctor.table import one_line, print_failures, show
-from grpo.ops.meeting.expected import Place
-from grpo.ops.meeting.meeting import MeetingFailed, attend, preside
+from grpo.ops.rendezvous.expected import Place
+from grpo.ops.rendezvous.rendezvous import RendezvousFailed, attend, preside
 
 BANDWIDTH = "next, how fast the nodes exchange: accelerate launch --config_file CONFIG -m grpo.ops.doctor.bandwidth"
 
@@ -47,10 +47,10 @@ def as_head(place: Place, examine: Examine, args: argparse.Namespace) -> int:
             late = preside(
                 place,
                 lambda: replace(examine(), sees_shared_file=None if shared is None else True),
-                lambda own, attendance: tell(judge_meeting(place, own, attendance)),
+                lambda own, attendance: tell(judge_rendezvous(place, own, attendance)),
                 opening=shared,
             )
-    except MeetingFailed as error:
+    except RendezvousFailed as error:
         tell(judge(place.nodes, [examine()], [Finding.of("join", error.trouble)]))
         late = ()
     for trouble in late:
@@ -68,7 +68,7 @@ def as_another(place: Place, examine: Examine, args: argparse.Namespace) -> int:
 
     try:
         verdict = DoctorVerdict.loads(attend(place, bring))
-    except MeetingFailed as error:
+    except RendezvousFailed as error:
         verdict = judge(place.nodes, [examine()], [Finding.of("join", error.trouble)])
         if args.json:
             show(verdict, as_json=True)

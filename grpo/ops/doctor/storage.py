@@ -1,4 +1,4 @@
-"""Open files, room at the output path, and what a node without network must hold already."""
+"""Open files, space at the output path, and what a node without network must hold already."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ def nearest_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
-def check_room(output_dir: Path) -> Finding:
+def check_space(output_dir: Path) -> Finding:
     """Free bytes and inodes at the output path, and whether this node may write there."""
     folder = nearest_folder(output_dir.absolute())
     try:
@@ -42,16 +42,16 @@ def check_room(output_dir: Path) -> Finding:
             probe.write(bytes(65536))  # a quota that is used up shows here, not in statvfs
     except OSError as error:
         message = f"{folder}: cannot be written: {error.strerror}"
-        return Finding.fail("output path", message, "give another --output-dir, or free room")
+        return Finding.fail("output path", message, "give another --output-dir, or free space")
     stat = os.statvfs(folder)
     free, inodes = stat.f_bavail * stat.f_frsize, stat.f_favail
     message = f"{folder}: {free / GIB:.0f} GiB free"
     if stat.f_files:  # 0 on file systems that have no fixed number, like btrfs
         message += f", {inodes:,} inodes"
     if free < NO_BYTES or (stat.f_files and inodes < FEW_INODES // 10):
-        return Finding.fail("output path", message, "free room, or give another --output-dir")
+        return Finding.fail("output path", message, "free space, or give another --output-dir")
     if free < LITTLE_BYTES or (stat.f_files and inodes < FEW_INODES):
-        return Finding.warn("output path", message, "a checkpoint takes about 16 bytes per parameter: free room")
+        return Finding.warn("output path", message, "a checkpoint takes about 16 bytes per parameter: free space")
     return Finding.passed("output path", message)
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo.ops.doctor.records import DoctorVerdict, Finding, Status
-from grpo.ops.meeting.trouble import list_nodes
+from grpo.ops.rendezvous.trouble import list_nodes
 
 _COLOURS = {Status.PASS: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 _LOG_WIDTH = 120  # columns where the output is no terminal: srun's, a pod's log
@@ -59,8 +59,8 @@ def show(verdict: DoctorVerdict, *, as_json: bool, next_step: str = "") -> None:
         table.add_row(row.check, status, *([nodes] if several else []), text)
     console.print(table)
     counts = [(status, sum(finding.status is status for finding in verdict.findings)) for status in reversed(Status)]
-    told = ", ".join(f"{count} {status}" for status, count in counts if count)
-    console.print(Text.assemble("grpo doctor: ", (verdict.status, _COLOURS[verdict.status]), f" ({told})"))
+    reported = ", ".join(f"{count} {status}" for status, count in counts if count)
+    console.print(Text.assemble("grpo doctor: ", (verdict.status, _COLOURS[verdict.status]), f" ({reported})"))
     if next_step and several and verdict.exit_code == 0:
         console.print(Text(next_step))
     sys.stdout.flush()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from grpo.model.text_part import model_class, model_without_weights
-from grpo.ops.export.writing import Options, WeightsSummary, check_room, summary_of, writing
+from grpo.ops.export.writing import Options, WeightsSummary, check_space, summary_of, writing
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -66,7 +66,7 @@ def merge_adapter(checkpoint: Path, out: Path, options: Options) -> WeightsSumma
         num_bytes = empty.num_parameters() * (dtype or torch.bfloat16).itemsize
     except (OSError, ValueError) as error:
         raise _no_base(base, error) from None
-    check_room(out, total_bytes=num_bytes, memory_bytes=num_bytes)
+    check_space(out, total_bytes=num_bytes, memory_bytes=num_bytes)
     try:
         model = model_class(settings).from_pretrained(base, dtype=dtype, **named)
     except (OSError, ValueError) as error:

@@ -17,8 +17,8 @@ from grpo.checkpoints.checkpoints import CompleteRecord, read_complete, verify
 from grpo.model.text_part import model_without_weights
 from grpo.ops.export.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, export_adapter, has_adapter
 from grpo.ops.export.stored_weights import StoredWeights, open_weights
-from grpo.ops.export.writing import Options, WeightsSummary, check_room, summary_of, writing
-from grpo.ops.room import check_free
+from grpo.ops.export.writing import Options, WeightsSummary, check_space, summary_of, writing
+from grpo.ops.space import check_free
 from grpo.weights.names import some
 
 
@@ -138,7 +138,7 @@ def read_weights(
         total_bytes += num_bytes
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtypes[name]:
             memory_bytes += num_bytes
-    check_room(out, total_bytes=total_bytes, memory_bytes=memory_bytes)
+    check_space(out, total_bytes=total_bytes, memory_bytes=memory_bytes)
     return {name: tensor.contiguous().to(dtypes[name]) for name, tensor in weights.items()}
 
 

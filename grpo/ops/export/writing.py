@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from grpo.model.text_part import PROCESSOR_FILES
-from grpo.ops.room import check_disk, check_memory
+from grpo.ops.space import check_disk, check_memory
 from grpo.record.durable import appearing_whole
 
 DEFAULT_SHARD_SIZE = "50GB"  # save_pretrained's own
@@ -42,7 +42,7 @@ class Options:
     """Where that base is, a folder or a hub id, if not the one that the adapter names."""
 
 
-def check_room(out: Path, *, total_bytes: int, memory_bytes: int) -> None:
+def check_space(out: Path, *, total_bytes: int, memory_bytes: int) -> None:
     """Refuse what the disk (OSError), or the host's memory (ValueError), cannot hold."""
     check_disk(out, total_bytes, what="the weights take", option="an OUT")
     check_memory(memory_bytes)

@@ -39,7 +39,7 @@ def run_launcher(
     line: Sequence[str],
     ask_to_stop: Callable[[], bool],
     *,
-    is_told: Callable[[], bool] = lambda: False,
+    is_reported: Callable[[], bool] = lambda: False,
     is_asked_already: bool = False,
     accelerates: Sequence[str] = (),
 ) -> Ending:
@@ -48,7 +48,7 @@ def run_launcher(
     Args:
         accelerates: the line in whose place torchrun's is run: ranks read there what its file asks for.
         ask_to_stop: on SIGINT and SIGUSR1: asks the ranks to checkpoint and end; False where nobody would hear it.
-        is_told: whether the ranks have said in a few lines what is wrong.
+        is_reported: whether the ranks have said in a few lines what is wrong.
         is_asked_already: whether a SIGUSR1 came before: it is passed on when somebody hears it.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -61,7 +61,7 @@ def run_launcher(
             noise[:] = [record for record in noise if not _is_farewell(record)]
             return Ending(has_succeeded=True)
         except ChildFailedError as error:
-            if is_told():
+            if is_reported():
                 noise.clear()
             else:
                 print(error, file=sys.stderr, flush=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from grpo.faults.failure import FailureKind
 from grpo.ops.launch.ranks import Asked, LostGPUs, ranks_by_node
-from grpo.ops.meeting.agreement import Software, compare_software, differences, read_software
-from grpo.ops.meeting.expected import Place
-from grpo.ops.meeting.meeting import Attendance, MeetingFailed, attend, preside
-from grpo.ops.meeting.trouble import Trouble
+from grpo.ops.rendezvous.agreement import Software, compare_software, differences, read_software
+from grpo.ops.rendezvous.expected import Place
+from grpo.ops.rendezvous.rendezvous import Attendance, RendezvousFailed, attend, preside
+from grpo.ops.rendezvous.trouble import Trouble
 from grpo.place.devices import DeviceMistake, count_gpus
 from grpo.place.wire import Wire
 
@@ -117,7 +117,7 @@ def decide(
                 ranks_by_node=ranks.by_node,
                 why=ranks.why,
                 on_gpus=all(one.gpus for one in reports.values()),
-                port=port or place.told_port or free_port(),
+                port=port or place.scheduler_port or free_port(),
                 started=time.time(),
             )
     kind = FailureKind.MACHINE if agreed or may_heal else FailureKind.USER
@@ -149,11 +149,11 @@ def meet(place: Place, make_report: Callable[[], NodeReport], asked: Asked, *, p
             return verdicts[-1].dumps()
 
         late = preside(place, bring, close)
-    except MeetingFailed as error:
+    except RendezvousFailed as error:
         return Verdict(agreed=None, troubles=(error.trouble,))
     except ValueError as error:  # another version of this project on the other side
         fix = "install the same version on all nodes"
         return Verdict(agreed=None, troubles=(Trouble(nodes=(place.node,), message=str(error), fix=fix),))
-    # Who came twice has been told, and ends; the others have read the verdict and go on.
+    # Who came twice has been reported, and ends; the others have read the verdict and go on.
     warnings = tuple(replace(one, is_fatal=False) for one in late)
     return replace(verdicts[-1], troubles=(*verdicts[-1].troubles, *warnings))

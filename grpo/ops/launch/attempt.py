@@ -14,13 +14,13 @@ from grpo.record.files import ENDED, NOTE_VARIABLE, Entry, read_failure_note, re
 from grpo.record.folder import record_early_failure
 
 VISIBLE_S = 180.0  # until this node sees what rank 0 has written on another: NFS keeps what it knows for 60 s
-TOLD_S = 5.0  # the same, where this node's ranks know why they ended
+REPORTED_S = 5.0  # the same, where this node's ranks know why they ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     output_dir: Path | None
-    """What the launcher was told; None: only the trainer knows."""
+    """What the launcher was reported; None: only the trainer knows."""
     notes: Path
     """A folder of this launcher's own, in which rank 0 says where its run is."""
     launched: float
@@ -93,24 +93,24 @@ class Attempt:
     @property
     def is_hopeless(self) -> bool:
         """Whether that ends the job."""
-        return (told := self.failed) is not None and answer_to_end(told) is Decision.END
+        return (reported := self.failed) is not None and answer_to_end(reported) is Decision.END
 
-    def is_told(self) -> bool:
-        """Whether that was told in a few lines."""
+    def is_reported(self) -> bool:
+        """Whether that was reported in a few lines."""
         return self.is_hopeless and is_for_user((self.failed or {}).get("kind"))
 
     def _about(self) -> str:
         """Rank 0 has told its failure itself; of another rank's its own launcher tells, unless rank 0 has one, too."""
-        told = self.failed or {}
-        written = self._written(wait_s=0.0 if self.is_head else TOLD_S)
-        if not told.get("rank") or (written is not None and answer_to_end(written) is Decision.END):
+        reported = self.failed or {}
+        written = self._written(wait_s=0.0 if self.is_head else REPORTED_S)
+        if not reported.get("rank") or (written is not None and answer_to_end(written) is Decision.END):
             return "not started again: this would fail again"
-        return f"rank {told['rank']}: {told['why']}"
+        return f"rank {reported['rank']}: {reported['why']}"
 
     def _state(self, *, wait_s: float) -> Entry | None:
-        told = self.failed
-        written = self._written(wait_s=wait_s if told is None else min(wait_s, TOLD_S))
-        return written or told  # rank 0 knows more, where it and its disk are there: whether a stop was asked for
+        reported = self.failed
+        written = self._written(wait_s=wait_s if reported is None else min(wait_s, REPORTED_S))
+        return written or reported  # rank 0 knows more, where it and its disk are there: whether a stop was asked for
 
     def _written(self, *, wait_s: float, states: Sequence[str] = ENDED) -> Entry | None:
         folder = self.folder or self.output_dir

@@ -25,8 +25,8 @@ from grpo.ops.launch import line, next_attempt
 from grpo.ops.launch.faulty_host import DOCTOR_PHASE
 from grpo.ops.launch.line import Rendezvous, Script
 from grpo.ops.launch.ranks import Asked, counts_of
-from grpo.ops.meeting import expected
-from grpo.ops.meeting.expected import Place
+from grpo.ops.rendezvous import expected
+from grpo.ops.rendezvous.expected import Place
 from grpo.place.files import flag_of, read_settings, read_wishes
 from grpo.place.launch import LAUNCH_FOLDER, check_is_for_cpus
 from grpo.place.patches.stdlib import temporary_files_in
@@ -155,7 +155,7 @@ def _meet_and_launch(
     at = Rendezvous(
         ranks_by_node=verdict.agreed.ranks_by_node,
         node_rank=place.nodes.index(place.node),
-        head_address=place.head_address if len(place.nodes) > 1 else "127.0.0.1",  # where the meeting was
+        head_address=place.head_address if len(place.nodes) > 1 else "127.0.0.1",  # where the rendezvous was
         port=verdict.agreed.port,
     )
     if not verdict.agreed.on_gpus:
@@ -228,7 +228,7 @@ def _check_nodes(args: argparse.Namespace, place: Place, file: Mapping[str, Any]
             f"--num_machines is {meant}, and the nodes are {', '.join(place.nodes)}: name all with --nodes"
         )
     said = _count(file, "num_machines", args.config_file) or 1
-    if meant is None and said > 1 and not place.is_told:
+    if meant is None and said > 1 and not place.is_reported:
         raise ValueError(
             f"{args.config_file} is for {said} nodes, and none is named: give --nodes A,B,… (or --hostfile FILE) on "
             "each of them, or --num_machines 1 to train on this one alone"
@@ -341,14 +341,18 @@ def _launch(
         with temporary_files_in(notes):
             asked = signal.SIGUSR1 in received
             ending = run_launcher(
-                words, attempt.ask_to_stop, is_told=attempt.is_told, is_asked_already=asked, accelerates=accelerates
+                words,
+                attempt.ask_to_stop,
+                is_reported=attempt.is_reported,
+                is_asked_already=asked,
+                accelerates=accelerates,
             )
         with contextlib.suppress(SignalException):  # torchrun's handlers stay; this node has done its part
             outlast_head(at, ending)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows is short, and says what a scheduler is to do
         tell_waiting_ranks(at, ending, attempt.failed)
         code, why = attempt.conclude(ending, max_crashes=args.max_crashes)
-        if place.is_head and attempt.is_told() and (attempt.failed or {}).get("kind") == FailureKind.MEMORY:
+        if place.is_head and attempt.is_reported() and (attempt.failed or {}).get("kind") == FailureKind.MEMORY:
             file = args.config_file if args.launcher == "accelerate" else None
             why += f"\n[grpo] what each phase needs: {line.plan_line(file, script_of(args), at)}"
     print(f"[grpo] {why}", file=sys.stderr if code else sys.stdout, flush=True)

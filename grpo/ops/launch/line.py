@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from grpo.ops.launch.ranks import short_list
-from grpo.ops.meeting.expected import Place
+from grpo.ops.rendezvous.expected import Place
 from grpo.record.provenance import command_without_secrets
 
 WRAPPER = "grpo.ops.launch.script"

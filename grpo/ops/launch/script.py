@@ -2,7 +2,7 @@
 
     python -m grpo.ops.launch.script [-m] SCRIPT ARGUMENTS...
 
-What the script fails with before it has a trainer is recorded and told as the trainer's own failures are.
+What the script fails with before it has a trainer is recorded and reported as the trainer's own failures are.
 """
 
 import os
@@ -24,9 +24,9 @@ def main(argv: Sequence[str]) -> None:
     if read_launch(os.environ).rank != 0:
         mute_argparse()  # all read the same command line: one of them says what is wrong with it
     start_host()  # before what takes seconds to import; a script that needs no engine ends it with itself
-    from grpo.ops.telling import telling_mistakes
+    from grpo.ops.mistakes import reporting_mistakes
 
-    with telling_mistakes(os.environ.get("GRPO_OUTPUT_DIR")):
+    with reporting_mistakes(os.environ.get("GRPO_OUTPUT_DIR")):
         run_module(name, arguments) if is_module else run_script(Path(name), arguments)
 
 

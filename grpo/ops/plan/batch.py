@@ -31,7 +31,7 @@ class PlannedBatch:
     optimizer_steps_per_generation: float
     """Below 1 when a step takes several generations."""
     generation_lookahead: int
-    """Generations that are sampled ahead, each by a policy one push older than the one that trains on it."""
+    """Generations that are sampled ahead, each by a policy one weight sync older than the one that trains on it."""
     node_completions: tuple[int, ...]
     """Of one generation, on each node, to train on."""
     node_samples: tuple[int, ...]

@@ -26,7 +26,7 @@ class EngineMemory:
     """`vllm_gpu_memory_utilization` of it."""
     weights_bytes: int
     adapters_bytes: int
-    """Room for LoRA adapters, and the one that came; 0 where they are merged."""
+    """Space for LoRA adapters, and the one that came; 0 where they are merged."""
     encoder_cache_bytes: int
     """Of images; 0 with text alone."""
     overhead_bytes: int
@@ -108,11 +108,11 @@ def default_max_num_seqs(capacity_bytes: int | None, tensor_parallel_size: int, 
 
 
 def fitting_tensor_parallel(shape: ModelShape, model_bytes: int, *, budget_bytes: int, num_gpus: int) -> list[int]:
-    """Powers of two that split the model's heads, leave a GPU room for its share of the weights, and one of the node's
+    """Powers of two that split the model's heads, leave a GPU space for its share of the weights, and one of the node's
     GPUs to a rank."""
     sizes = [2**power for power in range(7) if shape.attention_heads % 2**power == 0 and 2**power < num_gpus]
-    room = budget_bytes - ENGINE_OVERHEAD_BYTES
-    return [size for size in sizes if model_bytes / size < room]
+    space = budget_bytes - ENGINE_OVERHEAD_BYTES
+    return [size for size in sizes if model_bytes / size < space]
 
 
 def _kv_elements(shape: ModelShape, tensor_parallel_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Memory and push of a placed job, put together. All of it is estimated."""
+"""Memory and weight sync of a placed job, put together. All of it is estimated."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,14 @@ from grpo.ops.plan.engine_memory import EngineMemory, engine_memory
 from grpo.ops.plan.images import image_lines
 from grpo.ops.plan.memory_budget import Budget
 from grpo.ops.plan.placed_job import PlacedJob
-from grpo.ops.plan.push_memory import push_lines
+from grpo.ops.plan.sync_memory import sync_lines
 from grpo.ops.plan.training_memory import MicroBatch, training_budget
 from grpo.ops.plan.zero_memory import Sharding, frozen_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PushBytes:
-    """What one push moves, in the engine's dtype, to which shards are cast before they are gathered."""
+class WeightSyncBytes:
+    """What one weight sync moves, in the engine's dtype, to which shards are cast before they are gathered."""
 
     gathered_bytes_per_node: int
     network_bytes_per_node: int
@@ -30,14 +30,14 @@ class Estimates:
     training: Budget
     """One training GPU; without GPUs, one rank. A node's local main, which sends, may hold more than the others."""
     engine: EngineMemory
-    push: PushBytes
-    """Every push; with LoRA, every one but an engine's first."""
-    first_push: PushBytes | None
+    sync: WeightSyncBytes
+    """Every weight sync; with LoRA, every one but an engine's first."""
+    first_sync: WeightSyncBytes | None
     """An engine's first one, with LoRA; None where it is like the others."""
 
 
 def estimate(job: PlacedJob) -> Estimates:
-    """Memory of a training GPU and an engine's GPU, and the push.
+    """Memory of a training GPU and an engine's GPU, and the weight sync.
 
     Raises:
         ValueError: a DeepSpeed configuration cannot be read.
@@ -47,15 +47,15 @@ def estimate(job: PlacedJob) -> Estimates:
         sharding=sharding,
         training=training_memory(job, setup_of(job, sharding)),
         engine=_engine(job),
-        push=_push(job, sharding, job.push.later_bytes),
-        first_push=None if job.lora is None else _push(job, sharding, job.push.first_bytes),
+        sync=_sync(job, sharding, job.sync.later_bytes),
+        first_sync=None if job.lora is None else _sync(job, sharding, job.sync.first_bytes),
     )
 
 
-def _push(job: PlacedJob, sharding: Sharding, num_bytes: int) -> PushBytes:
+def _sync(job: PlacedJob, sharding: Sharding, num_bytes: int) -> WeightSyncBytes:
     gathered = num_bytes if sharding.stage == 3 else 0  # below it every rank holds all weights
     num_nodes = len(job.nodes)
-    return PushBytes(
+    return WeightSyncBytes(
         gathered_bytes_per_node=gathered,
         network_bytes_per_node=gathered * (num_nodes - 1) // num_nodes,
         engine_bytes=num_bytes,
@@ -109,8 +109,8 @@ def training_memory(job: PlacedJob, setup: Setup) -> Budget:
         setup.micro_batch,
         frozen=frozen,
         images=images,
-        push=push_lines(
-            job.push,
+        sync=sync_lines(
+            job.sync,
             setup.sharding,
             backend=job.backend,
             has_gpus=job.has_gpus,

@@ -15,8 +15,8 @@ PIXEL_BYTES = 3 * 4
 CACHE_GIB = 4
 """vLLM's `mm_processor_cache_gb` (0.31): of the host's memory, in each of an engine's two processes."""
 BATCHED_TOKENS = (16384, 8192)
-"""vLLM's own `max_num_batched_tokens` (0.31) where it has room for 1,024 sequences, and elsewhere: as many tokens of
-images have room in its encoder cache."""
+"""vLLM's own `max_num_batched_tokens` (0.31) where it has space for 1,024 sequences, and elsewhere: as many tokens of
+images have space in its encoder cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ def encoder_cache_bytes(batched_tokens: int | None, *, many_sequences: bool, hid
 
     Args:
         batched_tokens: the engine's `max_num_batched_tokens`; None: vLLM's own.
-        many_sequences: whether vLLM takes the GPU for one with room for 1,024 sequences.
+        many_sequences: whether vLLM takes the GPU for one with space for 1,024 sequences.
     """
     return (batched_tokens or BATCHED_TOKENS[not many_sequences]) * hidden_size * element
 

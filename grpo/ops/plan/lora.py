@@ -28,7 +28,7 @@ class PlannedLora:
 
     @property
     def adapters(self) -> "Lora":
-        """As a push sees them."""
+        """As a weight sync sees them."""
         from grpo.weights.adapters import Lora
 
         return Lora(self.wrapped, merges=self.choice.way == "merge")

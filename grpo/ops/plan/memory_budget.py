@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 GIB = 2**30
 
-Phase = Literal["always", "forward and backward", "optimizer step", "push"]
+Phase = Literal["always", "forward and backward", "optimizer step", "sync"]
 Holder = Literal["every rank", "local main", "other ranks"]
 
 

@@ -10,7 +10,7 @@ from grpo.ops.plan.batch import PlannedBatch
 from grpo.ops.plan.images import Images
 from grpo.ops.plan.job import Launcher, PlannedConfig, zero_of
 from grpo.ops.plan.model_shape import ModelShape
-from grpo.ops.plan.push_memory import PushShape
+from grpo.ops.plan.sync_memory import WeightSyncShape
 from grpo.ops.plan.zero_memory import Sharding, read_sharding
 from grpo.place.topology import NodeTopology
 from grpo.preflight.lora import LoraChoice
@@ -40,14 +40,14 @@ class PlacedJob:
     batch: PlannedBatch
     hardware: Hardware
     shape: ModelShape
-    push: PushShape
+    sync: WeightSyncShape
     dtype: torch.dtype
     """In which trainer and engines compute (`engine_settings.compute_dtype`)."""
     loaded_dtype: torch.dtype
     """In which the model is loaded (`engine_settings.loaded_dtype`)."""
     lora: LoraChoice | None
     adapter_elements: int
-    """Of an engine's room for adapters (`PlannedLora.engine_elements`)."""
+    """Of an engine's space for adapters (`PlannedLora.engine_elements`)."""
     flash_attention: bool
     reward_parameters: int
     """Of the reward model; 0 without one."""
@@ -60,7 +60,7 @@ class PlacedJob:
 
     @property
     def backend(self) -> str:
-        """Of the push: "nccl" or "shm"."""
+        """Of the weight sync: "nccl" or "shm"."""
         return choose_backend(self.args.vllm_sync_backend, has_gpus=self.has_gpus)
 
     @property

@@ -1,4 +1,4 @@
-"""The record of a plan, and its verdict. Light: a file that is missing is told before TRL is loaded."""
+"""The record of a plan, and its verdict. Light: a file that is missing is reported before TRL is loaded."""
 
 import contextlib
 import warnings
@@ -55,7 +55,7 @@ class Plan:
     def refusing(self) -> Iterator[None]:
         """A mistake that is raised inside becomes an error, in one line, and ends what is inside."""
         from grpo.faults.kinds import is_users
-        from grpo.ops.telling import message_of
+        from grpo.ops.mistakes import message_of
 
         try:
             yield

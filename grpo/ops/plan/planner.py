@@ -25,9 +25,9 @@ from grpo.ops.plan.model_shape import count_parameters, meta_model, shape_of
 from grpo.ops.plan.placed_job import Hardware, PlacedJob
 from grpo.ops.plan.placement import assumed_launcher, gpus_of_nodes, place
 from grpo.ops.plan.plan import Plan
-from grpo.ops.plan.push_memory import push_shape
 from grpo.ops.plan.shortfalls import fits_with, shortfalls_of
 from grpo.ops.plan.speed import advise
+from grpo.ops.plan.sync_memory import sync_shape
 from grpo.ops.train.arguments import Arguments, quantisation_of
 from grpo.ops.train.checks import CHECKS, check_rewards, check_task
 from grpo.ops.train.demo import MODEL
@@ -146,7 +146,7 @@ class _Planner:
             absent = any(isinstance(cause, RepositoryNotFoundError | RevisionNotFoundError) for cause in causes)
             is_known = is_local or (absent and not is_gated)
             (self.plan.errors if is_known else self.plan.unknown).append(
-                f"{setting} is {name!r}, whose configuration cannot be read ({reason_of(error)}), so memory and push "
+                f"{setting} is {name!r}, whose configuration cannot be read ({reason_of(error)}), so memory and weight sync "
                 f"are left out: give a local folder with its config.json (hf download {name} config.json), or look at "
                 "the network and HF_TOKEN"
             )
@@ -182,8 +182,8 @@ class _Planner:
         """The model with its adapters, where there are any."""
         zero3 = zero_of(self.launcher, self.training).get("stage") == 3
         peft_config = get_peft_config(self.model)
-        is_told = self.model.load_in_8bit or peft_config is None  # by `CHECKS`
-        asked = given_once(None if is_told else quantisation_of(self.model), self.training.model_init_kwargs)
+        is_reported = self.model.load_in_8bit or peft_config is None  # by `CHECKS`
+        asked = given_once(None if is_reported else quantisation_of(self.model), self.training.model_init_kwargs)
         if peft_config is None and asked is None:
             return
         if peft_config is not None:
@@ -219,7 +219,7 @@ class _Planner:
         )
 
     def _estimate(self, nodes: tuple[NodeTopology, ...], batch: PlannedBatch) -> None:
-        """Memory and push, from the shape of the model."""
+        """Memory and weight sync, from the shape of the model."""
         plan, config, optim = self.plan, self.config, self.training.optim
         try:
             job = self._placed_job(nodes, batch)
@@ -278,7 +278,7 @@ class _Planner:
                 trains_towers=trains_towers,
                 trust_remote_code=remote_code,
             ),
-            push=push_shape(
+            sync=sync_shape(
                 config,
                 dtype=dtype,
                 bucket_bytes=training.vllm_sync_bucket_mb * 2**20,

@@ -16,7 +16,7 @@ def advice_on(job: PlacedJob, setup: Setup, budget: Budget) -> str:
     alone = [text for text, changed in _changes(job, setup) if training_memory(job, changed).fits]
     if nodes := _nodes_that_fit(job, setup):
         alone.append(_use_nodes(job, nodes))
-    if budget.peak_phase == "push":
+    if budget.peak_phase == "sync":
         alone.insert(0, "lower vllm_sync_bucket_mb, as far as the model's largest tensor allows")
     if alone:
         return ", or ".join(alone[:MOST_SHOWN])

@@ -53,7 +53,7 @@ def _training_shortfall(job: PlacedJob, setup: Setup, budget: Budget, *, is_of_b
 
 
 def _engine_errors(job: PlacedJob, estimates: Estimates) -> list[str]:
-    """An engine does not start without room for its weights, and for one sequence."""
+    """An engine does not start without space for its weights, and for one sequence."""
     engine, size = estimates.engine, job.args.vllm_tensor_parallel_size
     if engine.budget_bytes is None or engine.weights_bytes <= engine.budget_bytes:
         if engine.sequences_at_once >= 1 or not engine.kv_bytes_per_sequence:
@@ -79,13 +79,13 @@ def _engine_errors(job: PlacedJob, estimates: Estimates) -> list[str]:
 
 def _engine_warnings(job: PlacedJob, estimates: Estimates) -> list[str]:
     engine = estimates.engine
-    push_bytes = ENGINE_BUCKETS * job.push.buffer_bytes if job.backend == "nccl" else 0
+    sync_bytes = ENGINE_BUCKETS * job.sync.buffer_bytes if job.backend == "nccl" else 0
     if engine.capacity_bytes is None or engine.budget_bytes is None:
         return []
     spare_bytes = engine.capacity_bytes - engine.budget_bytes
-    if spare_bytes >= push_bytes:
+    if spare_bytes >= sync_bytes:
         return []
     return [
-        f"a push needs {readable(push_bytes)} on an engine's GPU beside what vLLM takes, and {readable(spare_bytes)} "
+        f"a weight sync needs {readable(sync_bytes)} on an engine's GPU beside what vLLM takes, and {readable(spare_bytes)} "
         "is left: lower vllm_gpu_memory_utilization"
     ]

@@ -93,7 +93,7 @@ class SizeAdvice:
 
 
 def advise(job: PlacedJob, engine: EngineMemory, fits: Callable[[int], bool]) -> SizeAdvice | None:
-    """None where there is nothing to weigh: no GPUs, nodes that differ, no room for a sequence.
+    """None where there is nothing to weigh: no GPUs, nodes that differ, no space for a sequence.
 
     Args:
         fits: whether so many ranks on each node hold the model.

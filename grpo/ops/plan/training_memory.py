@@ -119,7 +119,7 @@ def head_lines(shape: ModelShape, batch: MicroBatch) -> list[BudgetLine]:
 
 
 def dequantised_lines(shape: ModelShape, batch: MicroBatch) -> list[BudgetLine]:
-    """A layer of four bits makes the matrix that it multiplies with each time anew, as does a push."""
+    """A layer of four bits makes the matrix that it multiplies with each time anew, as does a weight sync."""
     if shape.four_bits is None:
         return []
     num_bytes = shape.four_bits.largest * batch.dtype_bytes
@@ -129,7 +129,7 @@ def dequantised_lines(shape: ModelShape, batch: MicroBatch) -> list[BudgetLine]:
     )
     return [
         BudgetLine("dequantised", what, PASS, num_bytes, how),
-        BudgetLine("push_dequantised", what, "push", num_bytes, how, holder="local main"),
+        BudgetLine("sync_dequantised", what, "sync", num_bytes, how, holder="local main"),
     ]
 
 
@@ -150,7 +150,7 @@ def training_budget(
     *,
     frozen: Sequence[BudgetLine] = (),
     images: Sequence[BudgetLine] = (),
-    push: Sequence[BudgetLine] = (),
+    sync: Sequence[BudgetLine] = (),
     gpu_bytes: int | None,
 ) -> Budget:
     """All of one rank.
@@ -158,7 +158,7 @@ def training_budget(
     Args:
         frozen: reference and reward models.
         images: of prompts (`image_lines`).
-        push: weights on their way to the engines (`push_lines`).
+        weight sync: weights on their way to the engines (`sync_lines`).
         gpu_bytes: memory of its GPU; None without one.
     """
     states, base = states_of(shape, sharding), base_of(shape, sharding)
@@ -182,6 +182,6 @@ def training_budget(
         *head_lines(shape, batch),
         *dequantised_lines(shape, batch),
         *step_lines(shape, sharding),
-        *push,
+        *sync,
     ]
     return make_budget(at_the_worst_moment(lines), gpu_bytes)

@@ -17,12 +17,12 @@ from grpo.ops.plan.plan import Plan
 if TYPE_CHECKING:  # a plan that ended early has none of them, and they load TRL
     from grpo.ops.plan.batch import PlannedBatch
     from grpo.ops.plan.engine_memory import EngineMemory
-    from grpo.ops.plan.estimates import Estimates, PushBytes
+    from grpo.ops.plan.estimates import Estimates, WeightSyncBytes
     from grpo.place.topology import NodeTopology
 
 WIDTH = 120  # where there is no terminal
 NOTICEABLE_S = 0.1  # of a batch: no advice on less
-PHASES = {"always": "always", "forward and backward": "fwd + bwd", "optimizer step": "step", "push": "push"}
+PHASES = {"always": "always", "forward and backward": "fwd + bwd", "optimizer step": "step", "sync": "sync"}
 
 
 def print_json(plan: Plan) -> None:
@@ -134,10 +134,10 @@ def _print_estimates(console: Console, estimates: "Estimates", batch: "PlannedBa
     has_gpus = estimates.engine.capacity_bytes is not None
     _print_budget(console, "one training GPU" if has_gpus else "one rank (host memory)", estimates.training)
     _print_engine(console, estimates.engine, batch)
-    if estimates.first_push is not None:
-        console.print(f"an engine's first push: {_push(estimates.first_push)}", soft_wrap=True)
-    name = "a push" if estimates.first_push is None else "every other push"
-    console.print(f"{name}: {_push(estimates.push)}", soft_wrap=True)
+    if estimates.first_sync is not None:
+        console.print(f"an engine's first weight sync: {_sync(estimates.first_sync)}", soft_wrap=True)
+    name = "a weight sync" if estimates.first_sync is None else "every other weight sync"
+    console.print(f"{name}: {_sync(estimates.sync)}", soft_wrap=True)
 
 
 def _print_budget(console: Console, title: str, budget: Budget) -> None:
@@ -190,12 +190,12 @@ def _print_engine(console: Console, engine: "EngineMemory", batch: "PlannedBatch
     console.print(table)
 
 
-def _push(push: "PushBytes") -> str:
-    text = f"{readable(push.engine_bytes)} to each engine, inside the node"
-    if push.network_bytes_per_node:
-        text = f"{readable(push.network_bytes_per_node)} into each node over the network, {text}"
-    if push.gathered_bytes_per_node:
-        text = f"{readable(push.gathered_bytes_per_node)} gathered in each node, {text}"
+def _sync(sync: "WeightSyncBytes") -> str:
+    text = f"{readable(sync.engine_bytes)} to each engine, inside the node"
+    if sync.network_bytes_per_node:
+        text = f"{readable(sync.network_bytes_per_node)} into each node over the network, {text}"
+    if sync.gathered_bytes_per_node:
+        text = f"{readable(sync.gathered_bytes_per_node)} gathered in each node, {text}"
     return text
 
 

@@ -14,7 +14,7 @@ from grpo.ops.report.reading import Run
 from grpo.ops.report.shares import Parts, Slowest
 from grpo.record.timeline import records
 
-CONVERSING = ("tools", "environment_factory", "rollout_func")  # beside the options in run.json
+MULTI_TURN = ("tools", "environment_factory", "rollout_func")  # beside the options in run.json
 LONG = 3.0  # times the mean length: a longest completion of less is no tail that more batches under way would hide
 MIN_LOGS = 5  # with fewer, the first steps, which are slow everywhere, would decide
 
@@ -69,9 +69,9 @@ class Figures:
         return self.slowest is not None and self.slowest.share >= 0.5 and self.slowest.ratio >= 1.25
 
     @property
-    def converses(self) -> bool:
+    def is_multi_turn(self) -> bool:
         """Whether there are tools, environments or a rollout function: nothing is sampled ahead then, or elsewhere."""
-        return any(self.option(name, False) for name in CONVERSING)
+        return any(self.option(name, False) for name in MULTI_TURN)
 
     @property
     def can_look_ahead(self) -> bool:
@@ -79,7 +79,7 @@ class Figures:
         the same cores."""
         has_rows, clips = not self.option("streams", False), self.option("old_logprobs", "trainer") == "engine"
         corrects = clips or self.option("vllm_importance_sampling_correction", True)
-        return has_rows and corrects and not self.converses and self.run.settings.topology.get("has_gpus", True)
+        return has_rows and corrects and not self.is_multi_turn and self.run.settings.topology.get("has_gpus", True)
 
     @property
     def takes_turns(self) -> bool:
@@ -130,7 +130,7 @@ def percent(share: float) -> str:
 def slow_node(figures: Figures) -> Advice | None:
     slowest = figures.slowest
     by_default = figures.option("generation_lookahead", 0) >= 2
-    moves = figures.option("vllm_balance_nodes", by_default) or figures.converses
+    moves = figures.option("vllm_balance_nodes", by_default) or figures.is_multi_turn
     if slowest is None or not figures.node_is_slow or moves:
         return None
     return Advice(
@@ -150,7 +150,7 @@ def sampling_ahead(figures: Figures) -> Advice | None:
         if not figures.takes_turns:
             return None
         finding, depth, wait = f"engines idle {percent(idle)} and ranks wait {percent(wait)}", 1, min(wait, idle)
-        why = f"Working at the same time saves up to {percent(wait)} of a step. Completions are then one push older."
+        why = f"Working at the same time saves up to {percent(wait)} of a step. Completions are then one weight sync older."
     return Advice(setting=f"generation_lookahead: {depth}", finding=finding, why=why, weight=wait)
 
 
@@ -207,11 +207,11 @@ def slow_rewards(figures: Figures) -> Advice | None:
     )
 
 
-def slow_push(figures: Figures) -> Advice | None:
-    share = figures.share(records.PUSH, records.PROOF)
+def slow_sync(figures: Figures) -> Advice | None:
+    share = figures.share(records.SYNC, records.VERIFICATION)
     if share < 0.15:
         return None
-    finding = f"pushes take {percent(share)} of the time"
+    finding = f"weight syncs take {percent(share)} of the time"
     if figures.option("vllm_sync_backend", "auto") == "shm" and figures.run.settings.topology.get("has_gpus"):
         return Advice(
             setting="vllm_sync_backend: nccl",
@@ -223,7 +223,7 @@ def slow_push(figures: Figures) -> Advice | None:
     return Advice(
         setting=f"steps_per_generation: {2 * now}",
         finding=finding,
-        why="More is then trained for each push, and completions are older. Where `push/gather_s` is most of it, the "
+        why="More is then trained for each weight sync, and completions are older. Where `weight_sync/gather_s` is most of it, the "
         "network between nodes is slow: `grpo doctor` measures it.",
         weight=share,
     )
@@ -303,18 +303,18 @@ def deaths(figures: Figures) -> Advice | None:
 
 def count_deaths(run: Run) -> int:
     """Engines that died and came back, over all attempts."""
-    died = run.metrics.get("engine/respawns")
+    died = run.metrics.get("engine/restarts")
     if died is None:
-        return int(run.timeline.spans.in_phases(records.RESPAWN).sum())
+        return int(run.timeline.spans.in_phases(records.RESTART).sum())
     attempts = run.metrics.columns.get("attempt", np.zeros(len(died)))
     most = [np.nanmax(died[attempts == each], initial=0) for each in np.unique(attempts[np.isfinite(attempts)])]
     return round(float(np.sum(most)))
 
 
 def gap(figures: Figures) -> Advice | None:
-    names = ("push/logprob_gap_judged", "push/logprob_gap_mean")  # an older run has the second alone
+    names = ("weight_sync/logprob_gap_judged", "weight_sync/logprob_gap_mean")  # an older run has the second alone
     apart = next((found for name in names if (found := shares.mean(figures.run, name, shares.RECENT_LOGS))), None)
-    limit = shares.mean(figures.run, "push/logprob_gap_limit", shares.RECENT_LOGS)
+    limit = shares.mean(figures.run, "weight_sync/logprob_gap_limit", shares.RECENT_LOGS)
     if not apart or not limit or apart < 0.6 * limit:
         return None
     return Advice(
@@ -370,7 +370,7 @@ ADVICE: tuple[Callable[[Figures], Advice | None], ...] = (
     more_engines,
     fewer_engines,
     slow_rewards,
-    slow_push,
+    slow_sync,
     slow_saves,
     no_spread,
     cut_off,

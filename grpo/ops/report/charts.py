@@ -13,14 +13,14 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-# Seen on white and on black alike, and told apart without colour vision as far as so many can be.
+# Seen on white and on black alike, and distinguished without colour vision as far as so many can be.
 COLOURS = ("#3b82c4", "#e08e2b", "#4f9d52", "#d2554c", "#7c63c8", "#9a6a45", "#c05299", "#2f8f96")
 LIMIT_COLOUR = "#8b939c"
 FEW_POINTS = 30
 WHOLE_STEPS = "datum.value % 1 ? '' : format(datum.value, ',d')"
 DIGITS = 5  # of the numbers in the page
 LOGARITHMIC = "nats, logarithmic"  # a unit whose axis is: what is small and its limit are seen beside each other
-FROM_ZERO = ("share", "s", "tokens", "GiB", "pushes or steps")  # units whose axis begins at 0
+FROM_ZERO = ("share", "s", "tokens", "GiB", "weight syncs or steps")  # units whose axis begins at 0
 Columns = dict[str, list[Any]]
 
 

@@ -39,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
         while True:
             began = time.monotonic()
             runs = write_report(args.runs, out)
-            told = ", ".join(f"{each.name} {each.state or 'state not known'}, step {each.step}" for each in runs)
+            reported = ", ".join(f"{each.name} {each.state or 'state not known'}, step {each.step}" for each in runs)
             size = out.stat().st_size / 1e6
-            print(f"{out}: {told} ({size:.1f} MB in {time.monotonic() - began:.1f} s)", flush=True)
+            print(f"{out}: {reported} ({size:.1f} MB in {time.monotonic() - began:.1f} s)", flush=True)
             if args.watch is None or all(each.has_ended for each in runs):
                 return 0
             time.sleep(args.watch)

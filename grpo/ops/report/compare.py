@@ -22,13 +22,13 @@ CURVES = (
     ("Completion length, mean", "tokens", "completions/mean_length"),
     ("Completions, truncated", "share", "completions/clipped_ratio"),
     ("Gradient norm", "norm", "grad_norm"),
-    ("Engine against trainer", "nats", "push/logprob_gap_mean"),
+    ("Engine against trainer", "nats", "weight_sync/logprob_gap_mean"),
     ("Step time", "s", "step_time"),
     ("Generation, mean of the nodes", "s", "rollout/generate_s"),
     ("Tokens/s of a node", "tokens/s", "rollout/tokens_per_s"),
     ("Ranks wait for engines", "share", "rollout/wait_share"),
     ("Engines idle", "share", "engine/idle_share"),
-    ("Weight sync", "s", "push/total_s"),
+    ("Weight sync", "s", "weight_sync/total_s"),
 )
 
 
@@ -94,8 +94,8 @@ def sentence_of(compared: Sequence[Compared]) -> str:
     rewards = [(each, reward_at(each.run, reached)) for each in compared]
     ranked = sorted(((reward, each) for each, reward in rewards if reward is not None), key=lambda pair: -pair[0])
     if len(ranked) > 1:
-        told = ", ".join(f"{each.run.name} {reward:.3f}" for reward, each in ranked)
-        said.append(f"reward at step {reached:,}: {told}")
+        reported = ", ".join(f"{each.run.name} {reward:.3f}" for reward, each in ranked)
+        said.append(f"reward at step {reached:,}: {reported}")
     return f"{'; '.join(said) or 'Nothing in these runs can be compared yet'}."
 
 

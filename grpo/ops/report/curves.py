@@ -62,7 +62,7 @@ PROGRESS = (
 )
 POLICY_LAG = Curve(
     title="Policy lag",
-    unit="pushes or steps",
+    unit="weight syncs or steps",
     metrics=(("rollout/policy_lag", "weight syncs"), ("rollout/policy_lag_steps", "steps")),
 )
 STABILITY = (
@@ -81,11 +81,11 @@ STABILITY = (
         title="Engine against trainer",
         unit=LOGARITHMIC,
         metrics=(
-            ("push/logprob_gap_mean", "verified tokens, mean"),
-            ("push/logprob_gap_judged", "what is held to the limit"),
+            ("weight_sync/logprob_gap_mean", "verified tokens, mean"),
+            ("weight_sync/logprob_gap_judged", "what is held to the limit"),
             ("sampling/logprob_gap", "trained tokens, mean"),
         ),
-        limit="push/logprob_gap_limit",
+        limit="weight_sync/logprob_gap_limit",
     ),
     POLICY_LAG,
     Curve(title="Gradient norm", unit="norm", metrics=(("grad_norm", "before clipping"),)),
@@ -100,7 +100,11 @@ WAITS = (
     Curve(
         title="Weight sync",
         unit="s",
-        metrics=(("push/total_s", "all of it"), ("push/gather_s", "gather"), ("push/send_s", "send and load")),
+        metrics=(
+            ("weight_sync/total_s", "all of it"),
+            ("weight_sync/gather_s", "gather"),
+            ("weight_sync/send_s", "send and load"),
+        ),
     ),
 )
 

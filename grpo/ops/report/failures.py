@@ -87,7 +87,7 @@ def deaths_of(run: Run) -> list[Death]:
     return [
         Death(attempt=attempt.attempt, text=shortened(text), symptoms=tuple(matching([text])))
         for attempt in run.attempts
-        for text in attempt.respawns
+        for text in attempt.restarts
     ]
 
 

@@ -27,11 +27,11 @@ PHASES = {
     records.FORWARD: "#7fb765",
     records.BACKWARD: "#3f7d3a",
     records.OPTIMIZER: "#a3a63b",
-    records.PUSH: "#7c63c8",
-    records.PROOF: "#a58be0",
+    records.SYNC: "#7c63c8",
+    records.VERIFICATION: "#a58be0",
     records.SAVE: "#9a6a45",
     records.EVALUATE: "#6b7a90",
-    records.RESPAWN: "#d2443c",
+    records.RESTART: "#d2443c",
     records.START: "#98a2ad",
     OTHER: "#bcc3ca",
 }
@@ -59,8 +59,8 @@ class Lanes:
     """Nodes that are not shown."""
 
     def for_page(self) -> dict[str, Any]:
-        told = {each.name: getattr(self, each.name) for each in fields(self)}
-        return told | {
+        reported = {each.name: getattr(self, each.name) for each in fields(self)}
+        return reported | {
             "colours": [colour_of(phase, self.phases) for phase in self.phases],
             "overview_spec": lane_spec(len(self.labels), 11, True),
             "detail_spec": lane_spec(len(self.labels), 20, False),

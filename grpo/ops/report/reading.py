@@ -29,7 +29,7 @@ class AttemptRecord:
     from_step: int = 0
     step: int = 0
     failure: FailureRecord | None = None
-    respawns: tuple[str, ...] = ()
+    restarts: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
     changed: tuple[str, ...] | None = None
@@ -89,10 +89,10 @@ class Run:
 
     @property
     def num_nodes(self) -> int:
-        told = self.settings.topology.get("num_nodes")
+        reported = self.settings.topology.get("num_nodes")
         widths = [figures.shape[1] for figures in self.metrics.by_node.values()]
         found = [int(self.timeline.spans.node.max()) + 1] if len(self.timeline.spans) else []
-        return told if isinstance(told, int) and told > 0 else max([1, *widths, *found])
+        return reported if isinstance(reported, int) and reported > 0 else max([1, *widths, *found])
 
     def by_node(self, what: str) -> list[int]:
         """`ranks` or `engines` of each node; [] where that is not known."""
@@ -181,9 +181,9 @@ def first_line(error: BaseException) -> str:
 
 
 def read_attempts(path: Path, missing: list[str]) -> tuple[AttemptRecord, ...]:
-    told = read_object(path, missing, "what the run was started with, and its failures,")
-    found = told.get("attempts", [])
-    if not isinstance(found, list) or (told and not found):
+    reported = read_object(path, missing, "what the run was started with, and its failures,")
+    found = reported.get("attempts", [])
+    if not isinstance(found, list) or (reported and not found):
         missing.append(f"{path.name} lists no attempts")
         return ()
     attempts = [read_attempt(number, each) for number, each in enumerate(found) if isinstance(each, dict)]
@@ -200,7 +200,7 @@ def read_attempt(number: int, entry: dict[str, Any]) -> AttemptRecord:
         job=str(entry.get("job") or ""),
         python=str(entry.get("python") or ""),
         commit=str(entry.get("commit") or ""),
-        respawns=tuple(map(str, typed(entry, "respawns", list, []))),
+        restarts=tuple(map(str, typed(entry, "restarts", list, []))),
         command=tuple(map(str, typed(entry, "command", list, []))),
         changed=tuple(map(str, entry["changed"])) if isinstance(entry.get("changed"), list) else None,
         **all_typed(entry, defaults),

@@ -19,8 +19,8 @@ PARTS = (
     records.FORWARD,
     records.BACKWARD,
     records.OPTIMIZER,
-    records.PUSH,
-    records.PROOF,
+    records.SYNC,
+    records.VERIFICATION,
     records.SAVE,
     records.EVALUATE,
 )

@@ -17,7 +17,7 @@ from grpo.ops.reshape.rank_files import (
     rollout_state,
 )
 from grpo.ops.reshape.zero import partition_file, reshape_zero
-from grpo.ops.room import check_disk, check_free
+from grpo.ops.space import check_disk, check_free
 from grpo.record.durable import appearing_whole
 from grpo.record.folder import make_run_folder
 

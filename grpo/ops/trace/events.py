@@ -13,7 +13,7 @@ from grpo.record.timeline.records import GENERATE, Span, Timeline, Usage
 
 Event = dict[str, Any]
 
-LANES = ("rank", "push", "save", "engine")  # the order on the screen; others come after them
+LANES = ("rank", "sync", "save", "engine")  # the order on the screen; others come after them
 THREADS_PER_NODE = 1000  # numbers that no two nodes share: Perfetto knows a thread by its number alone
 GIB = 2**30
 

@@ -43,7 +43,7 @@ class RefreshReport(TrainerCallback):
     def _start(self, output_dir: Path) -> None:
         self._began_s = time.monotonic()
         log = output_dir / LOG
-        with contextlib.suppress(OSError):  # no room for its log: none for a page
+        with contextlib.suppress(OSError):  # no space for its log: none for a page
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as sink:
                 self._process = subprocess.Popen(

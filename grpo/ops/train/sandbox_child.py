@@ -80,7 +80,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _run(settings: dict[str, Any]) -> dict[str, Any]:
-    told, tell = socket.socketpair(type=socket.SOCK_SEQPACKET)  # no pipe: that can be opened by /proc/PID/fd
+    reported, tell = socket.socketpair(type=socket.SOCK_SEQPACKET)  # no pipe: that can be opened by /proc/PID/fd
     ready, say_ready = os.pipe()
     may_go, say_go = os.pipe()
     is_root = os.getuid() == 0
@@ -112,10 +112,10 @@ def _run(settings: dict[str, Any]) -> dict[str, Any]:
         os.write(say_go, b"g")
     if not select.select([os.pidfd_open(pid)], [], [], settings["wall_s"])[0]:
         return {"late": True}
-    told.setblocking(False)
+    reported.setblocking(False)
     said = b""
     with contextlib.suppress(BlockingIOError):
-        said = told.recv(ANSWER_BYTES)  # of two, the first is the program's own: it could not be started
+        said = reported.recv(ANSWER_BYTES)  # of two, the first is the program's own: it could not be started
     return json.loads(said) if said else {"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo.ops.telling import telling_mistakes
+from grpo.ops.mistakes import reporting_mistakes
 from grpo.place.files import flag_of, settings_of
 from grpo.place.importing import importing, quiet
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Trains as `argv` says (default: the command line). Called by every rank."""
     quiet()
     argv = sys.argv[1:] if argv is None else argv
-    with telling_mistakes(os.environ.get("GRPO_OUTPUT_DIR") or flag_of(argv, "output_dir")) as teller:
+    with reporting_mistakes(os.environ.get("GRPO_OUTPUT_DIR") or flag_of(argv, "output_dir")) as teller:
         settings = settings_of(argv)
         if teller.output_dir is None and "output_dir" in settings:
             teller.output_dir = Path(str(settings["output_dir"]))

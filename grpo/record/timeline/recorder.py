@@ -25,7 +25,7 @@ _JOIN_S = 5.0
 class Recorder:
     """Everything of one node in one attempt. Any thread may record; nothing that goes wrong here stops the job.
 
-    On ranks that keep no timeline, and before there is one, it has no path, and drops what it is told.
+    On ranks that keep no timeline, and before there is one, it has no path, and drops what it is reported.
 
     Args:
         path: is appended to, and made if need be; beyond `MAX_BYTES` every second step and sample of usage of its older

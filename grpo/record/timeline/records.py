@@ -25,11 +25,11 @@ SCORE = "score"  # `name`: the reward function's
 OLD_LOGPROBS = "old log-probabilities"
 REFERENCE_LOGPROBS = "reference log-probabilities"
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
-PUSH = "push"  # a rank's lane: all of it; its parts on lanes of their own, for they overlap
-PUSH_GATHER, PUSH_SEND = "push: gather", "push: send and load"
-PROOF = "proof"
+SYNC = "sync"  # a rank's lane: all of it; its parts on lanes of their own, for they overlap
+SYNC_GATHER, SYNC_SEND = "weight sync: gather", "weight sync: send and load"
+VERIFICATION = "verification"
 SAVE = "save"
-RESPAWN = "respawn"  # engine lanes: from a death until the engine takes work again
+RESTART = "restart"  # engine lanes: from a death until the engine takes work again
 EVALUATE = "evaluate"
 
 
@@ -81,7 +81,7 @@ class Span(_Record):
     kind: ClassVar[str] = "span"
     attempt: Whole
     lane: str
-    """"rank 8", "engine 0", "push", "save"."""
+    """"rank 8", "engine 0", "weight sync", "save"."""
     phase: str
     """One of the names above, or the user's."""
     begin: float

@@ -48,7 +48,7 @@ class Gpus:
     def __init__(self, names: Sequence[str], nvml: types.ModuleType, say: Callable[[str], None]) -> None:
         self._nvml: Any = nvml
         self._say = say
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._handles: dict[str, Any] = {}
         for name in names:
             try:
@@ -99,8 +99,8 @@ class Gpus:
             return None
 
     def _tell(self, about: str, what: str) -> None:
-        if about not in self._told:
-            self._told.add(about)
+        if about not in self._reported:
+            self._reported.add(about)
             self._say(what)
 
 
@@ -204,7 +204,7 @@ class UsageSampler:
         self._gpus: Gpus | None = None
         self._trees = Processes()
         self._is_first = True
-        self._has_told = False
+        self._has_reported = False
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
         if self.interval_s > 0:
@@ -223,8 +223,8 @@ class UsageSampler:
                 for record in self.sample():
                     self.put(record)
             except Exception as error:  # noqa: BLE001  of a thread that training does not depend on
-                if not self._has_told:
-                    self._has_told = True
+                if not self._has_reported:
+                    self._has_reported = True
                     self.say(f"WARNING: no figures of what devices use: {type(error).__name__}: {error}")
             if self._is_over.wait(self.interval_s):
                 return

@@ -22,7 +22,7 @@ from trl.trainer.utils import start_event_loop_in_daemon
 
 from grpo.place.log import FILE_ONLY
 from grpo.place.timeouts import USUAL, Timeouts
-from grpo.rollout.agents.episode import Episode
+from grpo.rollout.agents.episode import AgentEpisode
 from grpo.rollout.agents.protocol import (
     MODEL,
     AgentReply,
@@ -66,7 +66,7 @@ class _Guest:
     """An agent that may ask."""
 
     key: str
-    episode: Episode
+    episode: AgentEpisode
     asking: set["asyncio.Task[Any]"] = field(default_factory=set)
 
 
@@ -102,7 +102,7 @@ class DoorServer:
         self._base = f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}"
         _keep_from_proxies(shown)
 
-    def admit(self, episode: Episode) -> tuple[str, Door]:
+    def admit(self, episode: AgentEpisode) -> tuple[str, Door]:
         """A door for this row's agent, and what to `dismiss` it by."""
         ticket, key = secrets.token_hex(4), f"sk-{secrets.token_urlsafe(24)}"
         self._guests[ticket] = _Guest(key=key, episode=episode)
@@ -130,7 +130,7 @@ class DoorServer:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def _guarded(self, answer: Callable[[web.Request, Episode], Awaitable[web.StreamResponse]]) -> Handler:
+    def _guarded(self, answer: Callable[[web.Request, AgentEpisode], Awaitable[web.StreamResponse]]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             guest = self._guests.get(request.match_info["ticket"])
             given = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -166,7 +166,7 @@ class DoorServer:
         response.force_close()  # a body that was not read is not waited for
         return response
 
-    async def _chat(self, request: web.Request, episode: Episode) -> web.StreamResponse:
+    async def _chat(self, request: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         asked: ChatRequest = parse(ChatRequest, await _body(request, self._body_s))
         if asked.n not in (None, 1):
             raise RequestError(400, "unsupported_value", f"n is {asked.n}: ask for one answer at a time")
@@ -183,7 +183,7 @@ class DoorServer:
         await response.write_eof()
         return response
 
-    async def _generate(self, request: web.Request, episode: Episode) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         asked: GenerateRequest = parse(GenerateRequest, await _body(request, self._body_s))
         if asked.stream:
             raise RequestError(400, "unsupported_value", "token ids are not streamed: leave stream out")
@@ -193,7 +193,7 @@ class DoorServer:
         reply: AgentReply = await episode.generate(asked.token_ids, max_tokens=asked.max_tokens, stop=asked.stops)
         return web.json_response(generated(reply, asked.request_id))
 
-    async def _models(self, request: web.Request, episode: Episode) -> web.StreamResponse:
+    async def _models(self, request: web.Request, episode: AgentEpisode) -> web.StreamResponse:
         return web.json_response(models())
 
     def _warn_of_ignored(self, names: list[str]) -> None:

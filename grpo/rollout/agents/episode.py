@@ -8,8 +8,8 @@ from typing import Any
 from grpo.model.messages import Message, MessageTemplate, Tools
 from grpo.rollout.agents.protocol import AgentReply, RequestError, canonical
 from grpo.rollout.packing import digest_of
+from grpo.rollout.turns.episode import Episode, EpisodeLimits
 from grpo.rollout.turns.sampler import Sampler
-from grpo.rollout.turns.talk import Talk, TalkLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,7 +18,7 @@ class Chain:
 
     prompt: list[int]
     """[L], of its first request."""
-    talk: Talk
+    episode: Episode
     """All that follows the prompt."""
     asked: tuple[str, ...] | None
     """The messages of its last request, as `canonical` writes them; None: it was asked for in token ids."""
@@ -32,7 +32,7 @@ class Chain:
     @property
     def token_ids(self) -> list[int]:
         """[L + T]"""
-        return self.prompt + self.talk.token_ids
+        return self.prompt + self.episode.token_ids
 
     def is_begun_by(self, asked: tuple[str, ...]) -> bool:
         """Whether these messages are its own and more."""
@@ -42,7 +42,7 @@ class Chain:
 
 
 @dataclass(eq=False)
-class Episode:
+class AgentEpisode:
     """A row's conversations with the engines.
 
     A request whose messages begin with those of an answered one continues its token ids, behind them only the tokens of
@@ -54,7 +54,7 @@ class Episode:
     _: KW_ONLY
     sampler: Sampler
     template: MessageTemplate
-    limits: TalkLimits
+    limits: EpisodeLimits
     render: Callable[[Callable[[], Any]], Awaitable[Any]]
     """Runs a call of the template's in one thread, and awaits it."""
 
@@ -82,55 +82,55 @@ class Episode:
             default=None,
         )
         if parent is None:
-            prompt, talk = await self._rendered(lambda: self.template.render(messages, tools)), Talk()
+            prompt, episode = await self._rendered(lambda: self.template.render(messages, tools)), Episode()
         else:
             new = messages[len(parent.asked or ()) + 1 :]
             suffix = await self._rendered(lambda: self.template.suffix(new))
-            prompt, talk = parent.prompt, _copy(parent.talk)
-            talk.add_foreign(suffix)
-            talk.messages += new
-        said = prompt + talk.token_ids
+            prompt, episode = parent.prompt, _copy(parent.episode)
+            episode.add_foreign(suffix)
+            episode.messages += new
+        said = prompt + episode.token_ids
 
         async def read(token_ids: list[int]) -> Message:
             return await self.render(lambda: self.template.parse(token_ids, prefix=said, tools=tools))
 
         def chain_of(message: Message) -> Chain:
             answers = frozenset({canonical(message), canonical(_cut(message, stop))})
-            return Chain(prompt=prompt, talk=talk, asked=asked, answers=answers, tools=shown, order=order)
+            return Chain(prompt=prompt, episode=episode, asked=asked, answers=answers, tools=shown, order=order)
 
-        return await self._answered(prompt, talk, chain_of, read, max_tokens=max_tokens, stop=stop)
+        return await self._answered(prompt, episode, chain_of, read, max_tokens=max_tokens, stop=stop)
 
     async def generate(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> AgentReply:
         """The answer to token ids; see `chat`."""
         order = len(self._chains)
         known = [chain for chain in self._chains if token_ids[: len(chain.token_ids)] == chain.token_ids]
         if parent := max(known, key=lambda chain: len(chain.token_ids), default=None):
-            prompt, talk = parent.prompt, _copy(parent.talk)
-            talk.add_foreign(token_ids[len(parent.token_ids) :])
+            prompt, episode = parent.prompt, _copy(parent.episode)
+            episode.add_foreign(token_ids[len(parent.token_ids) :])
         else:
-            prompt, talk = token_ids, Talk()
+            prompt, episode = token_ids, Episode()
 
         async def read(token_ids: list[int]) -> Message:
             return await self.render(lambda: self.template.parse(token_ids, prefix=prompt, tools=None))
 
         def chain_of(message: Message) -> Chain:
-            return Chain(prompt=prompt, talk=talk, asked=None, answers=frozenset(), tools="", order=order)
+            return Chain(prompt=prompt, episode=episode, asked=None, answers=frozenset(), tools="", order=order)
 
-        return await self._answered(prompt, talk, chain_of, read, max_tokens=max_tokens, stop=stop)
+        return await self._answered(prompt, episode, chain_of, read, max_tokens=max_tokens, stop=stop)
 
     def chosen(self) -> Chain | None:
         """The chain of the last answer. Of those that were asked for at the same time it is the longest one, so that it
         depends on no clock."""
         return max(
             self._chains,
-            key=lambda chain: (chain.order, sum(chain.talk.tool_mask), chain.token_ids),
+            key=lambda chain: (chain.order, sum(chain.episode.tool_mask), chain.token_ids),
             default=None,
         )
 
     def num_dropped(self) -> int:
         """Tokens that were sampled and are in no chain that is trained."""
         chosen = self.chosen()
-        kept = 0 if chosen is None else sum(chosen.talk.tool_mask)
+        kept = 0 if chosen is None else sum(chosen.episode.tool_mask)
         return self._num_sampled - kept
 
     async def _rendered(self, call: Callable[[], list[int]]) -> list[int]:
@@ -144,16 +144,16 @@ class Episode:
     async def _answered(
         self,
         prompt: list[int],
-        talk: Talk,
+        episode: Episode,
         chain_of: Callable[[Message], Chain],
         read: Callable[[list[int]], Awaitable[Message]],
         *,
         max_tokens: int | None,
         stop: Sequence[str],
     ) -> AgentReply:
-        """As `hold_talk` goes on, within its limits."""
+        """As `run_episode` goes on, within its limits."""
         self.num_requests += 1
-        said = prompt + talk.token_ids
+        said = prompt + episode.token_ids
 
         def reply(message: Message, token_ids: list[int], logprobs: list[float], reason: str) -> AgentReply:
             return AgentReply(
@@ -165,9 +165,9 @@ class Episode:
                 digest=digest_of(said + token_ids),
             )
 
-        left = self.limits.max_completion_tokens - len(talk.token_ids)
-        if talk.token_ids and (left < 0 or len(said) >= self.sampler.max_model_len):
-            return reply({"role": "assistant", "content": ""}, [], [], "length")  # no room to go on
+        left = self.limits.max_completion_tokens - len(episode.token_ids)
+        if episode.token_ids and (left < 0 or len(said) >= self.sampler.max_model_len):
+            return reply({"role": "assistant", "content": ""}, [], [], "length")  # no space to go on
         token_ids: list[int] = []
         logprobs: list[float] = []
         reason = "length"
@@ -181,21 +181,21 @@ class Episode:
             token_ids, logprobs, reason = turn.token_ids, turn.logprobs, turn.finish_reason or "stop"
         self.refusal = None
         message = await read(token_ids) if token_ids else {"role": "assistant", "content": ""}
-        talk.add(token_ids, logprobs)
+        episode.add(token_ids, logprobs)
         if token_ids:
-            talk.messages.append(message)
+            episode.messages.append(message)
         self._num_sampled += len(token_ids)
         self._chains.append(chain_of(message))
         return reply(_cut(message, stop), token_ids, logprobs, reason)
 
 
-def _copy(talk: Talk) -> Talk:
+def _copy(episode: Episode) -> Episode:
     return replace(
-        talk,
-        token_ids=[*talk.token_ids],
-        logprobs=[*talk.logprobs],
-        tool_mask=[*talk.tool_mask],
-        messages=[*talk.messages],
+        episode,
+        token_ids=[*episode.token_ids],
+        logprobs=[*episode.logprobs],
+        tool_mask=[*episode.tool_mask],
+        messages=[*episode.messages],
     )
 
 

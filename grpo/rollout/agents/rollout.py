@@ -18,9 +18,9 @@ from grpo.faults.users_code import Worker, surviving
 from grpo.model.messages import MessageTemplate
 from grpo.rollout.agents.command import AgentFailed, AgentProcess
 from grpo.rollout.agents.door import Door, DoorServer
-from grpo.rollout.agents.episode import Chain, Episode
+from grpo.rollout.agents.episode import AgentEpisode, Chain
+from grpo.rollout.turns.episode import EpisodeLimits
 from grpo.rollout.turns.sampler import BatchOver, Sampler
-from grpo.rollout.turns.talk import TalkLimits
 
 Row = Mapping[str, Any]
 Agent = Callable[[Door, Row], Coroutine[Any, Any, Mapping[str, Any] | None]]
@@ -42,7 +42,7 @@ class AgentBatch:
     """Whether the data set's prompts are messages, and rewards are shown messages."""
     sampler: Sampler
     template: MessageTemplate
-    limits: TalkLimits
+    limits: EpisodeLimits
     """Of each chain."""
     timeout_s: float
     """Of an agent, without what engines take to return."""
@@ -65,7 +65,7 @@ class AgentBatch:
 class _AgentOutcome:
     """What came of an agent."""
 
-    episode: Episode
+    episode: AgentEpisode
     columns: Mapping[str, Any]
     failure: str | None
     chain: Chain | None
@@ -189,7 +189,7 @@ class AgentRollout:
         assert self._server is not None
         assert self._renderer is not None
         renderer = self._renderer
-        episode = Episode(
+        episode = AgentEpisode(
             row,
             sampler=batch.sampler,
             template=batch.template,
@@ -297,11 +297,11 @@ def _as_trl_takes_them(outcomes: Sequence[_AgentOutcome], batch: AgentBatch) -> 
     output: dict[str, Any] = {name: [outcome.columns.get(name) for outcome in outcomes] for name in names}
     output |= {
         "prompt_ids": [nothing if chain is None else chain.prompt for chain in chains],
-        "completion_ids": [[] if chain is None else chain.talk.token_ids for chain in chains],
-        "logprobs": [[] if chain is None else chain.talk.logprobs for chain in chains],
-        "env_mask": [[] if chain is None else chain.talk.tool_mask for chain in chains],
+        "completion_ids": [[] if chain is None else chain.episode.token_ids for chain in chains],
+        "logprobs": [[] if chain is None else chain.episode.logprobs for chain in chains],
+        "env_mask": [[] if chain is None else chain.episode.tool_mask for chain in chains],
         "failed": [outcome.failure for outcome in outcomes],
     }
     if batch.is_chat:
-        output["completions"] = [None if chain is None else chain.talk.messages or None for chain in chains]
+        output["completions"] = [None if chain is None else chain.episode.messages or None for chain in chains]
     return output

@@ -1,4 +1,4 @@
-"""A batch of conversations on a rank: it goes its own way, and meets the others when it is done."""
+"""A batch of episodes on a rank: it goes its own way, and meets the others when it is done."""
 
 import time
 from collections.abc import Callable, Collection
@@ -16,7 +16,7 @@ from grpo.rollout.node import Stalled
 from grpo.rollout.turns.channel import TurnChannel
 from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.messages import Answer
-from grpo.rollout.turns.report import ConversationReport
+from grpo.rollout.turns.report import EpisodesReport
 
 PHASE = "rollout"
 POLL_S = 0.2  # how often the main thread, if no call comes, looks whether the job has failed elsewhere
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
     batch_s: float
-    """Of a batch, from when training asks for it to the end of its last conversation, without what engines took to
+    """Of a batch, from when training asks for it to the end of its last episode, without what engines took to
     return."""
     turn_s: float
     """Of one turn, in the engines."""
@@ -36,20 +36,20 @@ class BatchLimits:
 class _End(Wire):
     """What a rank says when it is done, or cannot go on for now."""
 
-    report: ConversationReport | None = None
+    report: EpisodesReport | None = None
     stalled: Stalled | None = None
 
 
-class Conversations:
-    """Runs batches of conversations; every rank has one, and `run` is collective over the job.
+class EpisodeBatches:
+    """Runs batches of episodes; every rank has one, and `run` is collective over the job.
 
-    A rank's conversations run in threads and event loops that no other rank waits for. Its main thread runs the tools
+    A rank's episodes run in threads and event loops that no other rank waits for. Its main thread runs the tools
     that belong there, and sees to what all ranks have to do together: the end of the batch, and the return of engines
     that a node has lost.
 
     Args:
         revive: brings new engines, with weights, to nodes whose engines are all gone; collective over the job.
-        main: runs what the conversations call in the main thread, while that waits for them.
+        main: runs what the episodes call in the main thread, while that waits for them.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class Conversations:
     def run(
         self,
         start: "Callable[[], Future[Result]]",
-        report: Callable[[Result], ConversationReport],
+        report: Callable[[Result], EpisodesReport],
         move: Callable[[NeedsMainThreadError], None] | None = None,
         *,
         asked: "Callable[[], Collection[Future[Answer]]]",
         pending: Callable[[], str],
-    ) -> tuple[Result, list[ConversationReport]]:
-        """Have this rank's conversations, and meet the others at their end.
+    ) -> tuple[Result, list[EpisodesReport]]:
+        """Have this rank's episodes, and meet the others at their end.
 
         Args:
-            start: begins, or has begun before; the conversations end with the future.
+            start: begins, or has begun before; the episodes end with the future.
             report: of this rank, made of what the future brings.
             move: sees to it that the next `start` ends in the main thread, where the future of the first has found
                 that it has to (`call_here`).
@@ -109,7 +109,7 @@ class Conversations:
         future: Future[Result] = Future()
         try:
             future = start()
-            mine: ConversationReport | None = None
+            mine: EpisodesReport | None = None
             while True:
                 if mine is None and self._wait(future):
                     if isinstance(error := future.exception(), NeedsMainThreadError) and move is not None:
@@ -151,7 +151,7 @@ class Conversations:
             self._trouble = error
             raise
 
-    def _go_on(self, mine: ConversationReport | None) -> list[ConversationReport]:
+    def _go_on(self, mine: EpisodesReport | None) -> list[EpisodesReport]:
         """As `_meet`; if there is nothing, the nodes have engines again, and the batch as much time as before."""
         begun = time.monotonic()
         if not (reports := self._meet(mine)):
@@ -161,11 +161,11 @@ class Conversations:
 
     def _limit(self) -> AbstractContextManager[None]:
         """Above what the main thread looks at by itself: for code that holds the interpreter's lock."""
-        cause = f"a batch of conversations has not ended after {self._limits.batch_s:g} s (rollout_timeout)"
+        cause = f"a batch of episodes has not ended after {self._limits.batch_s:g} s (rollout_timeout)"
         return self._watch.limits.around(PHASE, max(0.0, self._until - time.monotonic()) + MARGIN_S, cause)
 
     def _wait(self, future: "Future[Any]") -> bool:
-        """Until the conversations have ended, or the node has no engine left."""
+        """Until the episodes have ended, or the node has no engine left."""
         future.add_done_callback(lambda done: self._main.wake())
         with self._limit():
             while True:
@@ -191,11 +191,11 @@ class Conversations:
         if time.monotonic() > self._until:
             waits = f"{slowest[1]}, which an engine samples" if slowest else self._pending() or "the rollout's own code"
             raise TimeoutError(
-                f"a batch of conversations has not ended after {self._limits.batch_s:g} s (rollout_timeout) "
+                f"a batch of episodes has not ended after {self._limits.batch_s:g} s (rollout_timeout) "
                 f"[GRPO-608]; it waits for {waits}"
             )
 
-    def _meet(self, mine: ConversationReport | None) -> list[ConversationReport]:
+    def _meet(self, mine: EpisodesReport | None) -> list[EpisodesReport]:
         """The reports of all ranks, or nothing if a node has no engine left."""
         trouble = self._channel.trouble
         record = None if trouble is None else self._watch.make_record(trouble)

@@ -103,7 +103,7 @@ class TurnBroker:
 
     def _take(self, connection: socket.socket) -> None:
         line = _Line(Pipe(connection), self._pool)
-        self._lines.append(line)  # before it asks: trouble is told to all that are here
+        self._lines.append(line)  # before it asks: trouble is reported to all that are here
         self._pool.tell(self._hear_of_trouble)  # what it has missed
         line.start()
 

@@ -1,4 +1,4 @@
-"""The main thread as what runs a rank's tools, while it waits for their conversations."""
+"""The main thread as what runs a rank's tools, while it waits for their episodes."""
 
 import queue
 import time

@@ -1,4 +1,4 @@
-"""What conversations cost: records of ranks, and their metrics."""
+"""What episodes cost: records of ranks, and their metrics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,24 +11,24 @@ SERIAL_SHARE = 0.2  # of a batch, in tools one after the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConversationReport(Wire):
-    """What a batch of conversations cost a rank."""
+class EpisodesReport(Wire):
+    """What a batch of episodes cost a rank."""
 
     node: int
     first_ask: float
     """time.monotonic() of its node, as for the other one."""
     last_answer: float
     wait_s: float
-    """In which this rank had its conversations, and did nothing else."""
-    num_conversations: int
+    """In which this rank had its episodes, and did nothing else."""
+    num_episodes: int
     num_refused: int
-    """Conversations whose prompts no engine took."""
+    """Episodes whose prompts no engine took."""
     refusal: FailureRecord | None
     """Why, for the first of them."""
     counts: Mapping[str, int]
     """Turns and tokens of `Sampler.counts`, and calls of `ToolRunner.counts`."""
     num_failed: int = 0
-    """Conversations that a rollout function has marked as failed."""
+    """Episodes that a rollout function has marked as failed."""
     newer_tokens: int = 0
     """`Newer.token_versions`."""
     num_sampled: int | None = None
@@ -44,7 +44,7 @@ class ConversationReport(Wire):
     not_finite: FailureRecord | None = None
 
 
-def of_nodes(reports: Sequence[ConversationReport]) -> list[GenerationReport]:
+def of_nodes(reports: Sequence[EpisodesReport]) -> list[GenerationReport]:
     """What the batch cost each node, in their order."""
     merged = []
     for node in sorted({report.node for report in reports}):
@@ -60,7 +60,7 @@ def of_nodes(reports: Sequence[ConversationReport]) -> list[GenerationReport]:
                 num_sampled=next((report.num_sampled for report in mine if report.num_sampled is not None), None),
                 sampling_s=max(report.sampling_s for report in mine),
                 newer=Newer(token_versions=sum(report.newer_tokens for report in mine)),
-                num_completions=sum(report.num_conversations for report in mine),
+                num_completions=sum(report.num_episodes for report in mine),
                 num_reissued=sum(report.num_reissued for report in mine),
                 num_refused=sum(report.num_refused for report in mine),
                 num_failed=sum(report.num_failed for report in mine),
@@ -72,25 +72,25 @@ def of_nodes(reports: Sequence[ConversationReport]) -> list[GenerationReport]:
     return merged
 
 
-def serial_tools(reports: Sequence[ConversationReport]) -> str | None:
+def serial_tools(reports: Sequence[EpisodesReport]) -> str | None:
     """A line of advice, where the main thread of a rank ran tools for too large a part of the batch."""
     worst = max(reports, key=lambda report: report.tools_s / max(report.wait_s, report.tools_s, 1e-9))
     if worst.tools_s <= SERIAL_SHARE * worst.wait_s:
         return None
     return (
         f"WARNING: synchronous tools took {worst.tools_s:.2g} s of the {worst.wait_s:.2g} s of a batch of "
-        "conversations, as they run one at a time in the main thread [GRPO-613]: write them as async def, or, where "
+        "episodes, as they run one at a time in the main thread [GRPO-613]: write them as async def, or, where "
         "they can run in several threads, set max_tool_threads to a number or mark them with grpo.in_threads"
     )
 
 
-def conversation_metrics(reports: Sequence[ConversationReport]) -> dict[str, float]:
+def episode_metrics(reports: Sequence[EpisodesReport]) -> dict[str, float]:
     """Of one batch, over the job."""
 
     def total(name: str) -> int:
         return sum(report.counts.get(name, 0) for report in reports)
 
-    metrics = {"rollout/turns": total("turns") / max(1, sum(report.num_conversations for report in reports))}
+    metrics = {"rollout/turns": total("turns") / max(1, sum(report.num_episodes for report in reports))}
     if prompt_tokens := total("prompt_tokens"):
         metrics["rollout/cached_share"] = total("cached_tokens") / prompt_tokens
     if total("agent_episodes"):

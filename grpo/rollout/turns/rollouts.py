@@ -1,4 +1,4 @@
-"""A rank's rollouts: conversations of model and tools side by side, or a function of the user's own."""
+"""A rank's rollouts: episodes of model and tools side by side, or a function of the user's own."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from trl.trainer.utils import start_event_loop_in_daemon
 
+from grpo.rollout.turns.episode import Episode, EpisodeLimits, Template, run_episode
 from grpo.rollout.turns.sampler import Sampler
-from grpo.rollout.turns.talk import Talk, TalkLimits, Template, hold_talk
 from grpo.rollout.turns.tools import Toolbox, ToolRunner
 
 
@@ -25,12 +25,12 @@ class ClosableFunction(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRow:
-    """One of the rank's rows, before its conversation begins."""
+    """One of the rank's rows, before its episode begins."""
 
     prompt: Callable[[], Awaitable[list[int]]]
     """Its token ids, once its environment is reset."""
     toolbox: Toolbox | None
-    """What the conversation may call; None where there are no tools."""
+    """What the episode may call; None where there are no tools."""
     schema: Any
     """See `Template.parse`."""
 
@@ -46,7 +46,7 @@ class EpisodeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The conversations of a rank in a generation batch, begun when training asks for them or before."""
+    """The episodes of a rank in a generation batch, begun when training asks for them or before."""
 
     num_rows: int
     asked: Callable[[], Any]
@@ -60,17 +60,17 @@ class Planned:
 
 
 class Rollouts:
-    """Has a conversation for each of the rank's prompts, all at once.
+    """Has an episode for each of the rank's prompts, all at once.
 
     Args:
-        limits: of each conversation.
+        limits: of each episode.
         tools: runs what the model calls.
-        is_function: whether the user's own function holds the conversations.
+        is_function: whether the user's own function holds the episodes.
         prepare: called first in the thread of that function, and in the event loop's.
         rows_of: the rows whose prompts have these token ids, of the batch that is being made.
-        planned: conversations of the generation batch with a number, which begin before training asks for them; None,
+        planned: episodes of the generation batch with a number, which begin before training asks for them; None,
             on every rank, where training ends before it.
-        on_end: hears of each conversation that has ended, by its row, from the event loop.
+        on_end: hears of each episode that has ended, by its row, from the event loop.
         func: that function, where it names what it waits for (`pending`) and has threads to end (`close`).
         loop: the event loop to have them in, that of asynchronous tools; None: one of their own.
     """
@@ -78,14 +78,14 @@ class Rollouts:
     def __init__(
         self,
         *,
-        limits: TalkLimits,
+        limits: EpisodeLimits,
         tools: ToolRunner,
         is_function: bool,
         prepare: Callable[[], None],
         template: Template,
         rows_of: Callable[[Sequence[list[int]]], Sequence[EpisodeRow]],
         planned: Callable[[int], Planned | None] = lambda number: None,
-        on_end: Callable[[int, Talk], None] | None,
+        on_end: Callable[[int, Episode], None] | None,
         loop: asyncio.AbstractEventLoop | None,
         func: ClosableFunction | None = None,
     ) -> None:
@@ -96,17 +96,17 @@ class Rollouts:
         self._limits, self._template = limits, template
         self._on_end, self._loop, self._func = on_end, loop, func
 
-    def start(self, rows: Sequence[EpisodeRow], sampler: Sampler, tools: ToolRunner) -> "Future[list[Talk]]":
-        """Begin; the future ends with a conversation for each of the rank's rows, or with what one has raised.
+    def start(self, rows: Sequence[EpisodeRow], sampler: Sampler, tools: ToolRunner) -> "Future[list[Episode]]":
+        """Begin; the future ends with an episode for each of the rank's rows, or with what one has raised.
 
         Args:
             tools: of this batch alone.
         """
         limits = self._limits.under(sampler.sampling)
 
-        async def hold(number: int, row: EpisodeRow) -> Talk:
+        async def hold(number: int, row: EpisodeRow) -> Episode:
             try:
-                talk = await hold_talk(
+                episode = await run_episode(
                     number,
                     await row.prompt(),
                     sampler,
@@ -119,10 +119,10 @@ class Rollouts:
             finally:
                 tools.turnstile.leave(number)
             if self._on_end is not None:
-                self._on_end(number, talk)
-            return talk
+                self._on_end(number, episode)
+            return episode
 
-        async def hold_all() -> list[Talk]:
+        async def hold_all() -> list[Episode]:
             tasks = [asyncio.ensure_future(hold(number, row)) for number, row in enumerate(rows)]
             try:
                 return list(await asyncio.gather(*tasks))
@@ -132,7 +132,7 @@ class Rollouts:
                 raise
 
         if self._loop is None:
-            _, self._loop, ready = start_event_loop_in_daemon("grpo-conversations")
+            _, self._loop, ready = start_event_loop_in_daemon("grpo-episodes")
             self._own_loop = self._loop
             ready.wait()
         self._loop.call_soon_threadsafe(self.prepare)  # asynchronous tools run in its thread
@@ -155,7 +155,7 @@ class Rollouts:
         return ", ".join(running[:3]) + more
 
 
-def as_trl_takes_them(talks: Sequence[Talk], decoded: Sequence[Any], tools: Mapping[str, int]) -> tuple[Any, ...]:
+def as_trl_takes_them(episodes: Sequence[Episode], decoded: Sequence[Any], tools: Mapping[str, int]) -> tuple[Any, ...]:
     """What TRL's `_tool_call_loop` returns (1.16).
 
     Args:
@@ -163,13 +163,13 @@ def as_trl_takes_them(talks: Sequence[Talk], decoded: Sequence[Any], tools: Mapp
         tools: calls and failures of the batch.
     """
     return (
-        [talk.tool_mask for talk in talks],
-        [talk.messages if talk.refusal is None else own for talk, own in zip(talks, decoded, strict=True)],
-        [talk.token_ids for talk in talks],
-        [talk.logprobs for talk in talks],
+        [episode.tool_mask for episode in episodes],
+        [episode.messages if episode.refusal is None else own for episode, own in zip(episodes, decoded, strict=True)],
+        [episode.token_ids for episode in episodes],
+        [episode.logprobs for episode in episodes],
         tools.get("calls", 0),
         tools.get("failures", 0),
-        [[] for _ in talks],
+        [[] for _ in episodes],
     )
 
 

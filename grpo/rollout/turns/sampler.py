@@ -155,7 +155,7 @@ class Sampler:
 
         Raises:
             ValueError: no engine takes one of them, and they are not one for each row, so that nobody can say whose
-                conversation it is.
+                episode it is.
         """
         turn = -next(self._calls)  # which no call of `sample` has
         futures = [self._ask(prompt, row, turn, {}) for row, prompt in enumerate(prompts)]
@@ -212,7 +212,7 @@ class Sampler:
         return asked
 
     def _attribute(self, row: int, turn: int | str, answer: Answer) -> None:
-        """An answer to a conversation of this row."""
+        """An answer to an episode of this row."""
         if answer.refusal is None:
             self.engines[row] = answer.engine
             self.policy_versions[row] = answer.policy_version
@@ -220,7 +220,7 @@ class Sampler:
                 self.refused.pop(row, None)
             return
         self.engines.setdefault(row, REFUSED)
-        if not isinstance(turn, str) and turn <= 0:  # of a later `sample` the function is told
+        if not isinstance(turn, str) and turn <= 0:  # of a later `sample` the function is reported
             self.refused[row] = answer.refusal
 
     def _note(self, answer: Answer) -> Turn:

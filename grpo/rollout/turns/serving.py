@@ -1,4 +1,4 @@
-"""A rank's conversations put together: who brings its turns to the engines, its seeds, and what a batch leaves."""
+"""A rank's episodes put together: who brings its turns to the engines, its seeds, and what a batch leaves."""
 
 import contextlib
 import contextvars
@@ -21,14 +21,14 @@ from grpo.rollout.ahead import OTHER_PROMPTS, GenerationBatch, GenerationBatches
 from grpo.rollout.packing import REFUSED, engine_id, pack_completions
 from grpo.rollout.pool import EnginePool
 from grpo.rollout.report import Period
-from grpo.rollout.turns.batch import BatchLimits, Conversations
+from grpo.rollout.turns.batch import BatchLimits, EpisodeBatches
 from grpo.rollout.turns.broker import TurnBroker
 from grpo.rollout.turns.channel import TurnChannel
+from grpo.rollout.turns.episode import Episode
 from grpo.rollout.turns.outputs import Row, rows_of
-from grpo.rollout.turns.report import ConversationReport, conversation_metrics, of_nodes, serial_tools
+from grpo.rollout.turns.report import EpisodesReport, episode_metrics, of_nodes, serial_tools
 from grpo.rollout.turns.rollouts import Planned, Rollouts
 from grpo.rollout.turns.sampler import CURRENT, Sampler
-from grpo.rollout.turns.talk import Talk
 from grpo.rollout.turns.tools import ToolRunner
 
 Result = TypeVar("Result")
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Live:
-    """A batch of conversations from its beginning until training takes it."""
+    """A batch of episodes from its beginning until training takes it."""
 
     planned: Planned
     at: Progress
@@ -47,23 +47,23 @@ class _Live:
     sampler: Sampler
     tools: ToolRunner
     future: "Future[Any] | None" = None
-    """Of its conversations, if they began before training asks for them."""
+    """Of its episodes, if they began before training asks for them."""
     result: Any = None
     """What the future brought, once all ranks have theirs."""
     rows: Sequence[Row] = ()
-    reports: Sequence[ConversationReport] = ()
+    reports: Sequence[EpisodesReport] = ()
     """Of all ranks, then."""
 
 
-class RankConversations:
-    """Holds a rank's conversations, batch by batch.
+class RankEpisodes:
+    """Holds a rank's episodes, batch by batch.
 
     Args:
         lookahead: batches that begin before training asks for them, where `Rollouts.planned` gives them.
         pool, broker: on the local main.
         address: of the node's broker, elsewhere.
         batches: gives each batch the seed that it would have had without turns.
-        revive: see `Conversations`.
+        revive: see `EpisodeBatches`.
         max_model_len: tokens that every engine of the job holds.
     """
 
@@ -91,7 +91,7 @@ class RankConversations:
             assert address is not None, "the node's local main says where it listens"
             self._channel = TurnChannel.to(address)
         self._rank, self._node = groups.topology.rank, groups.topology.node
-        self._conversations = Conversations(
+        self._episode_batches = EpisodeBatches(
             self._channel,
             groups,
             watch,
@@ -121,11 +121,11 @@ class RankConversations:
 
     @property
     def is_function(self) -> bool:
-        """Whether the user's own function holds the conversations."""
+        """Whether the user's own function holds the episodes."""
         return self._rollouts.is_function
 
-    def talk(self, prompts: Sequence[list[int]]) -> tuple[list[Talk], ToolRunner, GenerationBatch]:
-        """A conversation for each of the rank's prompts, and who ran their tools. Collective over the job.
+    def episode(self, prompts: Sequence[list[int]]) -> tuple[list[Episode], ToolRunner, GenerationBatch]:
+        """An episode for each of the rank's prompts, and who ran their tools. Collective over the job.
 
         Raises:
             RuntimeError: those that began before training asked for them are of other prompts.
@@ -147,7 +147,7 @@ class RankConversations:
             prompts: of the rank's rows, as TRL gives them to the function.
 
         Raises:
-            RuntimeError: as for `talk`.
+            RuntimeError: as for `episode`.
             ValueError: it gives something else, or not one of each for each row.
         """
         live = self._take(Planned(num_rows=len(prompts), func=func, asked=lambda: [*prompts]))
@@ -226,7 +226,7 @@ class RankConversations:
             max_model_len=self._max_model_len,
             first_place=first,
             order=order,
-            look=self._conversations.look,
+            look=self._episode_batches.look,
             sampling=at.sampling,
         )
 
@@ -253,7 +253,7 @@ class RankConversations:
                 return live.future
             self._taken_now = live.sampler
             if self._rolls_here and live.planned.func is not None:
-                return self._conversations.call_here(partial(_call, live.planned.func, in_main_thread=True))
+                return self._episode_batches.call_here(partial(_call, live.planned.func, in_main_thread=True))
             return self._begin(live)
 
         def begin_again(error: NeedsMainThreadError) -> None:
@@ -262,16 +262,16 @@ class RankConversations:
             order = order_of(live.at.mode, live.number)
             live.sampler = self._sampler(live.planned, live.at, order, live.sampler.base_seed)
 
-        def report(result: Any) -> ConversationReport:
+        def report(result: Any) -> EpisodesReport:
             live.result = result
             if self.is_function:
                 live.rows = rows_of(result, live.planned.num_rows, live.sampler.refused)
             else:
-                live.rows = [Row(talk.token_ids, talk.logprobs, talk.refusal) for talk in result]
+                live.rows = [Row(episode.token_ids, episode.logprobs, episode.refusal) for episode in result]
             return self._report(live, begun)
 
         try:
-            _, live.reports = self._conversations.run(
+            _, live.reports = self._episode_batches.run(
                 start,
                 report,
                 begin_again if self.is_function else None,
@@ -284,7 +284,7 @@ class RankConversations:
 
     def _taken(self, live: "_Live") -> GenerationBatch:
         """Training goes on with it, and engines with those that follow."""
-        self.metrics = conversation_metrics(live.reports)
+        self.metrics = episode_metrics(live.reports)
         if not self._has_advised and (advice := serial_tools(live.reports)) is not None:
             self._has_advised = True
             _log.warning(advice)
@@ -317,17 +317,17 @@ class RankConversations:
         if self._broker is not None:
             self._broker.close()
 
-    def _report(self, live: "_Live", begun: float) -> ConversationReport:
+    def _report(self, live: "_Live", begun: float) -> EpisodesReport:
         rows, sampler = live.rows, live.sampler
         refusals = [row.refusal for row in rows if row.refusal is not None]
         tools = {f"tool_{name}": count for name, count in live.tools.counts.items()}
-        report = ConversationReport(
+        report = EpisodesReport(
             node=self._node,
             first_ask=sampler.first_ask,
             last_answer=sampler.last_answer,
             wait_s=time.monotonic() - begun,
             tools_s=self._rollouts.tools.main.busy_s,
-            num_conversations=len(rows),
+            num_episodes=len(rows),
             num_refused=len(refusals),
             num_failed=sum(row.failure is not None for row in rows),
             newer_tokens=self._newer_tokens(live),

@@ -27,14 +27,14 @@ class TooManyAbandoned(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolbox:
-    """What one conversation may call, by name."""
+    """What one episode may call, by name."""
 
     sync: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     asynchronous: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 class ToolRunner:
-    """Runs the tool calls of a rank's conversations, inside of an event loop.
+    """Runs the tool calls of a rank's episodes, inside of an event loop.
 
     Args:
         timeout_s: of a call. One that takes longer is interrupted in the main thread, and left alone elsewhere; the
@@ -70,7 +70,7 @@ class ToolRunner:
         self.turnstile = Turnstile(0)
         self._prepare = prepare
         self._idle: list[Worker] = []
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self.hanging_rows: set[int] = set()
         """Of the batch, in which a call took too long."""
 
@@ -84,7 +84,7 @@ class ToolRunner:
     async def run(self, calls: Sequence[Mapping[str, Any]], toolbox: Toolbox, row: int) -> list[Message]:
         """The tool messages that answer an assistant's calls, in TRL's order (1.16): asynchronous ones last.
 
-        Synchronous calls of a conversation run one after the other, asynchronous ones together.
+        Synchronous calls of an episode run one after the other, asynchronous ones together.
         """
         self.counts["calls"] += len(calls)
         results: list[tuple[str, Any]] = []
@@ -108,7 +108,7 @@ class ToolRunner:
                     try:
                         later.append((name, toolbox.asynchronous[name](**arguments)))
                     except Exception as error:  # noqa: BLE001  wrong arguments
-                        results.append((name, self._failed(_told(error))))
+                        results.append((name, self._failed(_reported(error))))
                 else:
                     results.append((name, self._failed(f"Tool {name} not found.")))
         awaited = await asyncio.gather(*(self._awaited(name, call, row) for name, call in later))
@@ -168,10 +168,10 @@ class ToolRunner:
             return self._failed("cancelled")
         if (raised := done.exception()) is None:
             return done.result()
-        if name not in self._told:  # the model is told each time, the user once: it may be the tool that is wrong
-            self._told.add(name)
-            self._say(f"WARNING: tool {name} raised {type(raised).__name__}: {_told(raised)}; the model is told so")
-        return self._failed(_told(raised))
+        if name not in self._reported:  # the model is told each time, the user once: it may be the tool that is wrong
+            self._reported.add(name)
+            self._say(f"WARNING: tool {name} raised {type(raised).__name__}: {_reported(raised)}; the model is told so")
+        return self._failed(_reported(raised))
 
     @contextlib.contextmanager
     def _noted(self, name: str, row: int) -> Iterator[None]:
@@ -191,14 +191,14 @@ class ToolRunner:
         self.counts["abandoned"] += 1
         self.hanging_rows.add(row)
         hangs = f"has not returned within {self.timeout_s:g} s (tool_timeout)"
-        told = f"tool {name}, called in row {row}, {hangs}"
-        self._abandoned.append(told)
+        reported = f"tool {name}, called in row {row}, {hangs}"
+        self._abandoned.append(reported)
         if len(self._abandoned) > self._max_abandoned:
             raise TooManyAbandoned(
                 f"more than {self._max_abandoned} tool calls hang on this rank (max_abandoned_tools) [GRPO-609]; the "
                 f"first one: {self._abandoned[0]}"
             )
-        self._say(f"WARNING: {told}; the model is told so, and {what_becomes_of_it}")
+        self._say(f"WARNING: {reported}; the model is told so, and {what_becomes_of_it}")
         return self._failed(f"tool {name} {hangs}")
 
     def _content(self, name: str, result: Any) -> Any:
@@ -212,14 +212,14 @@ class ToolRunner:
         try:
             return _text(str(result))
         except Exception as error:  # noqa: BLE001  the user's own __str__
-            return str(self._failed(f"its result cannot be shown: {type(error).__name__}: {_told(error)}"))
+            return str(self._failed(f"its result cannot be shown: {type(error).__name__}: {_reported(error)}"))
 
 
 def _name(call: Mapping[str, Any]) -> str:
-    return _told(call.get("function", {}).get("name") or call.get("name", "unknown"))
+    return _reported(call.get("function", {}).get("name") or call.get("name", "unknown"))
 
 
-def _told(value: Any) -> str:
+def _reported(value: Any) -> str:
     """In words that every screen and tokenizer takes; the model may have said them."""
     try:
         return _text(str(value))

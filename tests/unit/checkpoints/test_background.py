@@ -53,6 +53,6 @@ def test_a_disk_that_fails_afterwards_is_heard(tmp_path: Path, monkeypatch: pyte
     saving = save(folder, 1)
     assert called.wait(DEADLINE_S)
     for _ in range(2):
-        with pytest.raises(OSError, match=r"checkpoint-3 did not get to the disk: .*No space left") as told:
+        with pytest.raises(OSError, match=r"checkpoint-3 did not get to the disk: .*No space left") as reported:
             saving.wait()
-        assert told.value.errno == errno.ENOSPC
+        assert reported.value.errno == errno.ENOSPC

@@ -81,9 +81,9 @@ def test_every_file_is_missed(name: str, tmp_path: Path) -> None:
     folder = make(tmp_path, 6)
     (folder / name).unlink()
     assert newest_complete(tmp_path) == tmp_path / "checkpoint-3"
-    with pytest.raises(Damaged) as told:
+    with pytest.raises(Damaged) as reported:
         read_complete(folder)
-    assert str(told.value) == f"{folder} lacks {name}"
+    assert str(reported.value) == f"{folder} lacks {name}"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -92,9 +92,9 @@ def test_every_truncation_is_seen(name: str, tmp_path: Path) -> None:
     folder = make(tmp_path, 6)
     (folder / name).write_bytes(b"012345678")
     assert newest_complete(tmp_path) == tmp_path / "checkpoint-3"
-    with pytest.raises(Damaged) as told:
+    with pytest.raises(Damaged) as reported:
         read_complete(folder)
-    assert str(told.value) == f"{folder / name} has 9 bytes, not the 10 that were written"
+    assert str(reported.value) == f"{folder / name} has 9 bytes, not the 10 that were written"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -193,9 +193,9 @@ def test_without_a_record_it_is_not_complete(spoil: Callable[[Path], None], word
     folder = make(tmp_path, 6)
     spoil(folder)
     assert newest_complete(tmp_path) == tmp_path / "checkpoint-3"
-    with pytest.raises(ValueError, match=words) as told:
+    with pytest.raises(ValueError, match=words) as reported:
         read_complete(folder)
-    assert str(folder) in str(told.value)
+    assert str(folder) in str(reported.value)
 
 
 def test_one_process_declares_what_it_has_written(tmp_path: Path) -> None:

@@ -95,8 +95,8 @@ def test_a_damaged_one_that_was_asked_for_is_an_error(damage: Callable[[Path], N
 def test_with_none_left_nobody_begins_afresh_unasked(wish: str | bool, tmp_path: Path) -> None:
     for step, damage in ((6, truncate), (9, flip)):
         damage(make(tmp_path, step))
-    told = rf"GRPO-704.*{OPTIMIZER} .*GRPO-703.*{OPTIMIZER} has 9 bytes, not the 10"
-    with pytest.raises(ValueError, match=told):
+    reported = rf"GRPO-704.*{OPTIMIZER} .*GRPO-703.*{OPTIMIZER} has 9 bytes, not the 10"
+    with pytest.raises(ValueError, match=reported):
         chosen(wish, tmp_path)
     with pytest.raises(ValueError, match=r"damaged is \S+damaged-checkpoint-6, \S+damaged-checkpoint-9\. To begin"):
         chosen(wish, tmp_path)  # the next attempt

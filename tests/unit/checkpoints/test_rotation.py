@@ -1,4 +1,4 @@
-"""Which checkpoints are deleted, which are laid aside, and when there is no room for one more."""
+"""Which checkpoints are deleted, which are quarantined, and when there is no space for one more."""
 
 import os
 import shutil
@@ -10,14 +10,14 @@ import pytest
 from grpo.checkpoints.checkpoints import newest_complete, read_complete
 from grpo.checkpoints.rotation import (
     begin_partial,
-    bound_set_aside,
+    bound_quarantine,
     check_free_space,
     damaged_in,
     delete_partial,
     kept_limit,
+    quarantine,
+    quarantine_damaged,
     rotate,
-    set_aside,
-    set_damaged_aside,
     to_rotate,
 )
 from tests.support.made_up_checkpoints import fill, make, names
@@ -86,11 +86,11 @@ def test_one_that_is_written_over_is_not_complete(tmp_path: Path) -> None:
     assert delete_partial(tmp_path) == [folder]
 
 
-def test_another_branch_is_set_aside(tmp_path: Path) -> None:
+def test_another_branch_is_quarantined(tmp_path: Path) -> None:
     """Else its later steps would count as the newest, and what the new branch writes would be deleted as old."""
     for step in (3, 480, 500):
         make(tmp_path, step)
-    moved = set_aside(tmp_path, after_step=3, attempt=0)
+    moved = quarantine(tmp_path, after_step=3, attempt=0)
     assert {path.name for path in moved} == {"checkpoint-480", "checkpoint-500"}
     assert names(tmp_path) == {"checkpoint-3", "abandoned.attempt-0"}
     read_complete(tmp_path / "abandoned.attempt-0" / "checkpoint-500")
@@ -98,31 +98,31 @@ def test_another_branch_is_set_aside(tmp_path: Path) -> None:
         make(tmp_path, step)
     rotate(tmp_path, limit=1, keep={tmp_path / "checkpoint-11"})
     assert newest_complete(tmp_path) == tmp_path / "checkpoint-11"
-    assert set_aside(tmp_path, after_step=11, attempt=1) == []
+    assert quarantine(tmp_path, after_step=11, attempt=1) == []
 
 
-def test_what_was_set_aside_under_this_name_before_is_replaced(tmp_path: Path) -> None:
+def test_what_was_quarantined_under_this_name_before_is_replaced(tmp_path: Path) -> None:
     for text in ("old", "new"):
         (make(tmp_path, 5) / "note").write_text(text)
-        (moved,) = set_aside(tmp_path, after_step=3, attempt=0)
+        (moved,) = quarantine(tmp_path, after_step=3, attempt=0)
     assert (moved / "note").read_text() == "new"
     for text in ("old", "new"):
         (make(tmp_path, 5) / "note").write_text(text)
-        moved = set_damaged_aside(tmp_path / "checkpoint-5")
+        moved = quarantine_damaged(tmp_path / "checkpoint-5")
     assert damaged_in(tmp_path) == [moved] == [tmp_path / "damaged-checkpoint-5"]
     assert (moved / "note").read_text() == "new"
 
 
-def test_what_is_laid_aside_does_not_pile_up(tmp_path: Path) -> None:
+def test_what_is_quarantined_does_not_pile_up(tmp_path: Path) -> None:
     for number, step in enumerate((3, 6, 9, 12)):
         folder = make(tmp_path, step)
         os.utime(folder / "complete.json", (number, number))
-    set_aside(tmp_path, after_step=9, attempt=5)
-    set_damaged_aside(tmp_path / "checkpoint-9")
-    set_aside(tmp_path, after_step=3, attempt=4)
-    assert bound_set_aside(tmp_path) == [tmp_path / "abandoned.attempt-4" / "checkpoint-6"]
+    quarantine(tmp_path, after_step=9, attempt=5)
+    quarantine_damaged(tmp_path / "checkpoint-9")
+    quarantine(tmp_path, after_step=3, attempt=4)
+    assert bound_quarantine(tmp_path) == [tmp_path / "abandoned.attempt-4" / "checkpoint-6"]
     assert names(tmp_path) == {"checkpoint-3", "damaged-checkpoint-9", "abandoned.attempt-5"}
-    assert bound_set_aside(tmp_path) == []
+    assert bound_quarantine(tmp_path) == []
 
 
 Usage = namedtuple("Usage", "total used free")

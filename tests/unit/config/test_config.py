@@ -120,7 +120,7 @@ REFUSED = {
         r"does not support .*parallelism_config.*sp_size",
     ),
     "gap": ({"vllm_max_logprob_gap": 0.0}, r"vllm_max_logprob_gap is 0.0"),
-    "push outlasts collectives": (
+    "weight sync outlasts collectives": (
         {"vllm_sync_timeout": 1800.0},
         r"vllm_sync_timeout is 1800 s, but .* after ddp_timeout, 1800 s.*: set ddp_timeout higher",
     ),
@@ -201,7 +201,7 @@ def test_engine_kwargs_that_are_refused_are_vllms() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_kv_in_host_memory_and_a_single_place_are_taken_where_engines_rest_during_a_push(ahead: int) -> None:
+def test_kv_in_host_memory_and_a_single_place_are_taken_where_engines_rest_during_a_sync(ahead: int) -> None:
     kwargs = {"kv_offloading_size": 4.0, "max_num_seqs": 1}
     assert GRPOConfig(**CPU, generation_lookahead=ahead, vllm_engine_kwargs=kwargs).engine_kwargs == kwargs
 

@@ -47,7 +47,7 @@ def test_it_takes_lines_off_the_screen(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_package_that_the_variable_names_keeps_its_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_LOG", "weights")
     config(tmp_path, log_level="error")
-    assert logging.getLogger("grpo.weights.push").isEnabledFor(logging.DEBUG)
+    assert logging.getLogger("grpo.weights.sync").isEnabledFor(logging.DEBUG)
     assert not logging.getLogger("grpo.rollout.pool").isEnabledFor(logging.WARNING)
 
 

@@ -36,11 +36,11 @@ def tool(a: int) -> int:
 REFUSED = {
     "rollouts that move": (
         {"rollout_func": print, "args": config(vllm_balance_nodes=True)},
-        r"with rollout_func a conversation stays with its rank.*set vllm_balance_nodes to False",
+        r"with rollout_func an episode stays with its rank.*set vllm_balance_nodes to False",
     ),
     "rollouts with tools": (
         {"rollout_func": print, "tools": [tool]},
-        r"rollout_func and tools: a rollout function holds its conversations itself",
+        r"rollout_func and tools: a rollout function holds its episodes itself",
     ),
     "a streamed data set ahead": (
         {"train_dataset": DATA.to_iterable_dataset(), "args": config(generation_lookahead=1, max_steps=1)},

@@ -86,7 +86,7 @@ def test_a_refused_request_is_answered_with_the_reason(error: Exception, is_refu
 
 
 @pytest.mark.parametrize("cause", [RuntimeError("CUDA error"), ValueError("CUDA error")])
-def test_the_cause_of_vllms_own_error_is_told(cause: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cause_of_vllms_own_error_is_reported(cause: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     """It raises one without a text from what it was; no prompt is to blame."""
     error = EngineGenerateError()
     error.__cause__ = cause
@@ -167,7 +167,7 @@ def test_completions_of_a_prompt_are_one_request_or_many_with_the_same_seeds(tog
     assert host._tasks == {}
 
 
-def test_a_turn_may_have_less_room_than_a_completion_has_at_least() -> None:
+def test_a_turn_may_have_less_space_than_a_completion_has_at_least() -> None:
     engine = FinishingEngine()
     host, _ = host_of(engine)
     host._sampling = {"min_tokens": 32, "max_tokens": 64}
@@ -312,7 +312,7 @@ def test_what_is_under_way_is_completions_with_those_of_a_request_that_have_ende
     assert found == {3: (17, False), 20: (4, False), 21: (3, True), 22: (9, False)}
 
 
-def test_what_has_been_answered_is_sent_before_what_is_under_way_is_told() -> None:
+def test_what_has_been_answered_is_sent_before_what_is_under_way_is_reported() -> None:
     """A completion is in one of both, whatever it is doing at that moment: 3 begins, 4 ends."""
 
     class Ending(MadeUpEngine):

@@ -1,4 +1,4 @@
-"""A process under an engine host that fails while the engine starts is told, whether or not others hear of it."""
+"""A process under an engine host that fails while the engine starts is reported, whether or not others hear of it."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def fails() -> None:
-    raise ValueError("no room")
+    raise ValueError("no space")
 
 
 def fills() -> None:
@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("work", "cause", "kind"),
     [
-        (fails, "a worker has ended: ValueError: no room", FailureKind.USER),
+        (fails, "a worker has ended: ValueError: no space", FailureKind.USER),
         (fills, "a worker has ended: OutOfMemoryError: of 80 GiB", FailureKind.MEMORY),
         (returns, "a worker has ended", FailureKind.ENGINE),
         (is_killed, "a process of vLLM (pid {pid}) was killed", FailureKind.ENGINE),
@@ -63,9 +63,9 @@ def test_one_that_fails(work: Callable[[], None], cause: str, kind: FailureKind,
     try:
         working.start()
         process.start()
-        told = causes.get(timeout=CONTRACT_S)
-        assert told.cause.partition("\nin training")[0].endswith(f"[GRPO-403]: {cause.format(pid=process.pid)}")
-        assert told.kind is kind
+        reported = causes.get(timeout=CONTRACT_S)
+        assert reported.cause.partition("\nin training")[0].endswith(f"[GRPO-403]: {cause.format(pid=process.pid)}")
+        assert reported.kind is kind
     finally:
         watch.end()
         for each in (working, process):
@@ -74,7 +74,7 @@ def test_one_that_fails(work: Callable[[], None], cause: str, kind: FailureKind,
 
 
 def test_one_that_fails_and_says_so_itself(folder: Path) -> None:
-    """Then its own words are told: the watch comes to nothing."""
+    """Then its own words are reported: the watch comes to nothing."""
     causes: queue.Queue[Died] = queue.Queue()
     process = FORK.Process(target=_reporting(fails, "a worker"))
     process.start()

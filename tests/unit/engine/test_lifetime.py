@@ -39,7 +39,7 @@ name_shared_memory(Path(sys.argv[1]).name)
 def share(told):
     lock = multiprocessing.get_context("spawn").Lock()
     memory = SharedMemory(create=True, size=100)
-    told.send_bytes(b"shared")
+    reported.send_bytes(b"shared")
     signal.pause()
 here, there = multiprocessing.Pipe()
 multiprocessing.get_context("fork").Process(target=share, args=(there,)).start()

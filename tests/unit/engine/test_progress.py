@@ -63,7 +63,7 @@ def test_answers_that_come_behind_the_last_step_are_progress() -> None:
 def test_where_nothing_is_owed_or_something_else_is_asked_nothing_counts() -> None:
     watch = StallWatch(20.0, on_cpu=False)
     assert not looks(watch, 18.0)
-    assert not looks(watch, 500.0, owes=False)  # a push, whose calls have a limit of their own
+    assert not looks(watch, 500.0, owes=False)  # a weight sync, whose calls have a limit of their own
     assert not looks(watch, 20.0), "it begins anew"
     assert looks(watch, 4.0)
 

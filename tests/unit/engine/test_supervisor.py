@@ -19,7 +19,7 @@ from tests.support.engines import DEADLINE_S, Script, ScriptedEngine
 from tests.support.nvml_stand_in import MadeUpGpu, StandIn
 from tests.support.pools import wait_until
 
-FAILED = JobFailed(FailureRecord(node=1, rank=1, host="b", phase="push", cause="it died without a word"))
+FAILED = JobFailed(FailureRecord(node=1, rank=1, host="b", phase="sync", cause="it died without a word"))
 
 
 class Watch(FailureWatch):
@@ -104,14 +104,14 @@ def supervise(tmp_path: Path, script: Script, **more: Any) -> EngineSupervisor:
 
 def test_the_next_engine_starts_when_the_last_ones_memory_is_free_again(gpu: MadeUpGpu, tmp_path: Path) -> None:
     script = Script()
-    engines = supervise(tmp_path, script, max_respawns=1)
+    engines = supervise(tmp_path, script, max_restarts=1)
     order: list[tuple[str, int]] = []
 
     def let_go() -> None:
         order.append(("lets go", len(script.started)))
         gpu.used = 3 * GIB  # the driver is not done yet
 
-    engines.before_respawn = let_go
+    engines.before_restart = let_go
     gpu.used = 70 * GIB
     script.started[0].die()
     wait_until(lambda: order)
@@ -121,15 +121,15 @@ def test_the_next_engine_starts_when_the_last_ones_memory_is_free_again(gpu: Mad
     assert len(script.started) == 1
     assert engines.has_lost()
     gpu.used = 2 * GIB
-    (respawn,) = engines.replace_lost()
-    assert respawn.index == 0
+    (restart,) = engines.replace_lost()
+    assert restart.index == 0
     assert engines.clients == [script.started[1]]
     engines.close()
 
 
 def test_memory_that_stays_taken_is_waited_for_within_a_bound(gpu: MadeUpGpu, tmp_path: Path) -> None:
     script = Script()
-    engines = supervise(tmp_path, script, max_respawns=1, timeouts=Timeouts(device_free_s=0.3))
+    engines = supervise(tmp_path, script, max_restarts=1, timeouts=Timeouts(device_free_s=0.3))
     gpu.used = 70 * GIB
     script.started[0].die()
     wait_until(engines.has_lost)
@@ -142,8 +142,8 @@ def test_a_group_that_cannot_be_closed_keeps_no_engine_from_coming_back(gpu: Mad
         raise RuntimeError("NCCL error: unhandled system error")
 
     script = Script()
-    engines = supervise(tmp_path, script, max_respawns=1)
-    engines.before_respawn = fail
+    engines = supervise(tmp_path, script, max_restarts=1)
+    engines.before_restart = fail
     script.started[0].die()
     wait_until(engines.has_lost)
     assert len(engines.replace_lost()) == 1
@@ -155,8 +155,8 @@ def test_an_engine_whose_group_does_not_close_is_waited_for_within_a_bound(gpu: 
     end = threading.Event()
     script = Script()
     short = Timeouts(device_free_s=0.3, engine_notice_s=0.3)
-    engines = supervise(tmp_path, script, max_respawns=1, timeouts=short)
-    engines.before_respawn = end.wait  # type: ignore[assignment]
+    engines = supervise(tmp_path, script, max_restarts=1, timeouts=short)
+    engines.before_restart = end.wait  # type: ignore[assignment]
     script.started[0].die()
     wait_until(engines.has_lost)
     with pytest.raises(StepFailed, match="was killed by signal 9"):
@@ -167,7 +167,7 @@ def test_an_engine_whose_group_does_not_close_is_waited_for_within_a_bound(gpu: 
 
 def test_a_death_that_is_no_fault_of_the_engine_is_not_counted(tmp_path: Path) -> None:
     script = Script()
-    engines = supervise(tmp_path, script, max_respawns=1)
+    engines = supervise(tmp_path, script, max_restarts=1)
     for number in range(3):
         died = EngineDied("engine 0 of node 0 died of a prompt")
         died.is_requests_fault = number > 0

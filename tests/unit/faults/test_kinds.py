@@ -95,7 +95,7 @@ def vllm_finds_too_little_free() -> BaseException:
     return raised(lambda: request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=0.9)))
 
 
-def vllm_has_no_room_for_blocks(available: int) -> BaseException:
+def vllm_has_no_space_for_blocks(available: int) -> BaseException:
     from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
 
     return raised(lambda: _check_enough_kv_cache_memory(available, lambda: 9 << 30, 4096, lambda memory: 128))
@@ -163,10 +163,10 @@ except Exception as error:
 @pytest.mark.parametrize(("timeout_s", "peer"), [(60, "ends"), (2, "is silent")])
 def test_a_lost_peer_of_gloos_is_the_machines_and_an_echo(timeout_s: int, peer: str, tmp_path: Path) -> None:
     words = [sys.executable, "-c", PEER]
-    told = [str(tmp_path / "store"), str(timeout_s), peer.split()[0]]
-    with subprocess.Popen([*words, "1", *told]) as other:
+    reported = [str(tmp_path / "store"), str(timeout_s), peer.split()[0]]
+    with subprocess.Popen([*words, "1", *reported]) as other:
         try:
-            done = subprocess.run([*words, "0", *told], capture_output=True, text=True, timeout=120, check=False)
+            done = subprocess.run([*words, "0", *reported], capture_output=True, text=True, timeout=120, check=False)
         finally:
             other.kill()
     assert done.stdout.startswith("machine True "), done
@@ -204,8 +204,8 @@ MEMORY = {
     "cuBLAS's memory": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     "what memory led to": followed(RuntimeError("the model cannot be loaded"), torch.OutOfMemoryError("of 80 GiB")),
     "vLLM's share": vllm_finds_too_little_free,
-    "vLLM's blocks": lambda: vllm_has_no_room_for_blocks(0),
-    "vLLM's longest sequence": lambda: vllm_has_no_room_for_blocks(1 << 30),
+    "vLLM's blocks": lambda: vllm_has_no_space_for_blocks(0),
+    "vLLM's longest sequence": lambda: vllm_has_no_space_for_blocks(1 << 30),
 }
 MACHINE = {
     "a deadline": TimeoutError("ranks [3] did not come within 300 s"),

@@ -47,7 +47,7 @@ TRL, DEEPSPEED, VLLM = "/lib/trl/grpo_trainer.py", "/lib/deepspeed/engine.py", "
         (["/lib/torch/optim/adamw.py:step"], "the optimizer step", "4node_offload.yaml"),
         (["/lib/torch/lr_scheduler.py:step"], "training", "per_device_train_batch_size"),
         (
-            [f"{TRL}:_generate_and_score_completions", "/x/grpo/weights/push.py:run"],
+            [f"{TRL}:_generate_and_score_completions", "/x/grpo/weights/sync.py:run"],
             "a weight sync",
             "vllm_sync_bucket_mb",
         ),
@@ -61,12 +61,12 @@ TRL, DEEPSPEED, VLLM = "/lib/trl/grpo_trainer.py", "/lib/deepspeed/engine.py", "
 def test_the_phase_and_what_lowers_it(frames: list[str], name: str, setting: str) -> None:
     error = raised_in(*frames)
     assert phase_of(error)[0] == name
-    told = text_of(error).splitlines()
-    assert told[0] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-    assert told[1].endswith("asked for 2.00, free 1.00 of 80.00, held by this process 79.00, by others 0.00")
-    assert told[2].startswith(f"in {name} [GRPO-631]: ")
-    assert setting in told[2]
-    assert "grpo plan" in told[3]
+    reported = text_of(error).splitlines()
+    assert reported[0] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert reported[1].endswith("asked for 2.00, free 1.00 of 80.00, held by this process 79.00, by others 0.00")
+    assert reported[2].startswith(f"in {name} [GRPO-631]: ")
+    assert setting in reported[2]
+    assert "grpo plan" in reported[3]
     assert kind_of(error) is FailureKind.MEMORY
 
 

@@ -81,7 +81,7 @@ def test_a_packet_that_is_no_message_ends_no_sentinel(packet: bytes, link: Senti
 # -- its log ----------------------------------------------------------------------------------------------------------
 
 
-def test_it_logs_what_it_is_told(link: SentinelLink, tmp_path: Path) -> None:
+def test_it_logs_what_it_is_given(link: SentinelLink, tmp_path: Path) -> None:
     path = tmp_path / "logs" / "sentinel-node0.attempt-0.log"
     link.say("log", path=str(path))
     record = record_of("a wall")
@@ -99,10 +99,10 @@ def test_a_log_that_hangs_does_not_hold_it(link: SentinelLink, tmp_path: Path) -
     """It answers, and ends in time; see the fixture."""
     os.mkfifo(path := tmp_path / "sentinel-node0.attempt-0.log")
     link.say("log", path=str(path))
-    link.say_phase("push", 7)
+    link.say_phase("sync", 7)
     answered = link.ask()
     heard(link, lambda: link.hear() or answered.is_set() or None)
-    assert link.not_come(8) == {0: "push"}
+    assert link.not_come(8) == {0: "sync"}
 
 
 # -- the start --------------------------------------------------------------------------------------------------------

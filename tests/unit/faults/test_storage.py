@@ -14,13 +14,15 @@ WARN_S, LIMIT_S = 30.0, 100.0
 
 
 @pytest.fixture
-def told() -> list[str]:
+def reported() -> list[str]:
     return []
 
 
 @pytest.fixture
-def storage(told: list[str]) -> Storage:
-    return Storage(warn_s=WARN_S, limit_s=LIMIT_S, warn=told.append, fail=lambda cause: told.append(f"failed: {cause}"))
+def storage(reported: list[str]) -> Storage:
+    return Storage(
+        warn_s=WARN_S, limit_s=LIMIT_S, warn=reported.append, fail=lambda cause: reported.append(f"failed: {cause}")
+    )
 
 
 def _until(is_so: Callable[[], bool]) -> None:
@@ -51,22 +53,22 @@ def _trial(before: set[psutil.Process]) -> psutil.Process:
     return found
 
 
-def test_a_folder_that_hangs_is_named(hangs: Path, storage: Storage, told: list[str]) -> None:
+def test_a_folder_that_hangs_is_named(hangs: Path, storage: Storage, reported: list[str]) -> None:
     storage.look(0.0)
     storage.folder = hangs / "logs"
     for now_s in (5.0, LOOK_S, LOOK_S + WARN_S):
         storage.look(now_s)
-    assert told == [], "not known, not tried, and just as long as it may"
+    assert reported == [], "not known, not tried, and just as long as it may"
     for now_s in (LOOK_S + WARN_S + 1, LOOK_S + WARN_S + 3):
         storage.look(now_s)
-    assert [line for line in told if str(hangs / "logs") in line and "31 s" in line] == told
-    assert len(told) == 1, "once"
+    assert [line for line in reported if str(hangs / "logs") in line and "31 s" in line] == reported
+    assert len(reported) == 1, "once"
     storage.look(LOOK_S + LIMIT_S + 1)
-    assert told[1].startswith(f"failed: the folder {hangs / 'logs'} has taken no write for 101 s")
-    assert "GRPO-622" in told[1]
+    assert reported[1].startswith(f"failed: the folder {hangs / 'logs'} has taken no write for 101 s")
+    assert "GRPO-622" in reported[1]
 
 
-def test_a_folder_that_answers_again_is_tried_again(hangs: Path, storage: Storage, told: list[str]) -> None:
+def test_a_folder_that_answers_again_is_tried_again(hangs: Path, storage: Storage, reported: list[str]) -> None:
     before = {*psutil.Process().children()}
     storage.folder = hangs
     storage.look(LOOK_S)
@@ -76,11 +78,13 @@ def test_a_folder_that_answers_again_is_tried_again(hangs: Path, storage: Storag
         _until(lambda: trial.status() == psutil.STATUS_ZOMBIE)
     storage.look(LOOK_S + LIMIT_S + 5)  # a new trial
     storage.look(LOOK_S + LIMIT_S + 5 + WARN_S)
-    assert told == []
+    assert reported == []
 
 
 @pytest.mark.parametrize("name", ["there", "missing"])
-def test_a_folder_that_answers_is_left_as_it_is(name: str, tmp_path: Path, storage: Storage, told: list[str]) -> None:
+def test_a_folder_that_answers_is_left_as_it_is(
+    name: str, tmp_path: Path, storage: Storage, reported: list[str]
+) -> None:
     (tmp_path / "there").mkdir()
     before = (tmp_path / "there").stat().st_mtime_ns
     others = {*psutil.Process().children()}
@@ -89,6 +93,6 @@ def test_a_folder_that_answers_is_left_as_it_is(name: str, tmp_path: Path, stora
         storage.look(LOOK_S * looks)
         for child in {*psutil.Process().children()} - others:
             _until(lambda child=child: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-    assert told == []
+    assert reported == []
     assert [each.name for each in tmp_path.iterdir()] == ["there"], "nothing is made"
     assert ((tmp_path / "there").stat().st_mtime_ns > before) == (name == "there"), "it was written to"

@@ -24,7 +24,7 @@ from grpo.place.timeouts import Timeouts
 from tests.support.made_up_jobs import job
 
 TIMEOUT_S = 5.0
-RECORD = FailureRecord(node=1, rank=5, host="b", phase="push", cause="EngineError: gone\nits log")
+RECORD = FailureRecord(node=1, rank=5, host="b", phase="sync", cause="EngineError: gone\nits log")
 
 
 def alone() -> FailureWatch:
@@ -32,12 +32,12 @@ def alone() -> FailureWatch:
 
 
 def test_the_record_reads_well_and_has_a_bounded_length() -> None:
-    long = FailureRecord(node=1, rank=5, host="b", phase="push", cause=f"first{'x' * 100_000}last")
+    long = FailureRecord(node=1, rank=5, host="b", phase="sync", cause=f"first{'x' * 100_000}last")
     assert len(long.cause) < 20_000
     assert long.cause.startswith("first")
     assert long.cause.endswith("last")
     assert FailureRecord(**long.as_dict()) == long
-    assert str(JobFailed(RECORD)).startswith("the job failed on node 1 (b), rank 5, phase 'push': EngineError: gone")
+    assert str(JobFailed(RECORD)).startswith("the job failed on node 1 (b), rank 5, phase 'sync': EngineError: gone")
 
 
 def test_alone_errors_raise_as_they_are() -> None:
@@ -50,8 +50,8 @@ def test_alone_errors_raise_as_they_are() -> None:
 def test_phases_nest_and_stay_at_the_failure() -> None:
     watch = alone()
     with watch.during("train"):
-        with watch.during("push"):
-            assert watch.phase == "push"
+        with watch.during("sync"):
+            assert watch.phase == "sync"
         assert watch.phase == "train"
     with pytest.raises(ZeroDivisionError), watch.during("train"), watch.during("generate"):
         raise ZeroDivisionError
@@ -98,7 +98,7 @@ def test_a_failure_reaches_the_other_rank_and_keeps_its_first_cause(pair: list[F
     wait_for_record(pair[0])
     with pytest.raises(JobFailed, match=r"rank 1, phase 'train': ZeroDivisionError: reward"):
         pair[0].check()
-    # what the other rank meets as a consequence is told as that
+    # what the other rank meets as a consequence is reported as that
     with pytest.raises(JobFailed, match="rank 1") as caught, pair[0].guard():
         raise RuntimeError("gloo: connection closed by peer")
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -150,7 +150,7 @@ def test_a_failure_that_has_a_record_gets_no_other() -> None:
 def test_an_echo_waits_for_the_record_of_its_cause(echo: str, pair: list[FailureWatch]) -> None:
     timer = threading.Timer(1.0, pair[1].report, [RECORD])
     timer.start()
-    with pytest.raises(JobFailed, match="rank 5, phase 'push'"), pair[0].guard():
+    with pytest.raises(JobFailed, match="rank 5, phase 'sync'"), pair[0].guard():
         raise RuntimeError(echo)
 
 
@@ -166,7 +166,7 @@ def test_the_end_of_a_phase_waits_for_the_record_of_a_lost_peer(
     groups._alone = False
     timer = threading.Timer(1.0, pair[1].report, [RECORD])
     timer.start()
-    with pytest.raises(JobFailed, match="rank 5, phase 'push'"):
+    with pytest.raises(JobFailed, match="rank 5, phase 'sync'"):
         groups.exchange(pair[0], None)
 
 
@@ -201,7 +201,7 @@ def test_a_main_thread_that_runs_python_is_interrupted(pair: list[FailureWatch])
         pair[1].report(RECORD)
 
     threading.Thread(target=fail_soon).start()
-    with pytest.raises(JobFailed, match="rank 5, phase 'push'"), pair[0].guard():
+    with pytest.raises(JobFailed, match="rank 5, phase 'sync'"), pair[0].guard():
         busy(10)
 
 
@@ -213,7 +213,7 @@ from tests.support.made_up_jobs import job
 
 watch = FailureWatch(None, node=0, rank=0, host="a")
 threading.Timer(0.3, lambda: watch.report(watch.make_record("the engine refused"))).start()
-with watch.guard(), watch.during("push group"):
+with watch.guard(), watch.during("weight sync group"):
     time.sleep(120)  # as NCCL: nothing of Python gets through
 """
 
@@ -221,13 +221,13 @@ with watch.guard(), watch.during("push group"):
 def test_a_lone_process_that_is_stuck_is_ended_with_the_cause() -> None:
     ended = subprocess.run([sys.executable, "-c", STUCK_ALONE], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
-    assert "phase 'push group': the engine refused" in ended.stderr
+    assert "phase 'weight sync group': the engine refused" in ended.stderr
 
 
 def test_a_lone_main_thread_that_runs_python_is_interrupted() -> None:
     watch = alone()
     threading.Timer(0.3, watch.report, [RECORD]).start()
-    with pytest.raises(JobFailed, match="rank 5, phase 'push'"), watch.guard():
+    with pytest.raises(JobFailed, match="rank 5, phase 'sync'"), watch.guard():
         busy(10)
 
 
@@ -236,7 +236,7 @@ def test_after_an_interrupted_cell_of_a_notebook_the_next_one_is_guarded() -> No
     with pytest.raises(KeyboardInterrupt), watch.guard():
         raise KeyboardInterrupt
     threading.Timer(0.3, watch.report, [RECORD]).start()
-    with pytest.raises(JobFailed, match="rank 5, phase 'push'"), watch.guard():
+    with pytest.raises(JobFailed, match="rank 5, phase 'sync'"), watch.guard():
         busy(10)
 
 

@@ -15,22 +15,27 @@ from tests.support.reworded import reword, reworded_package
 END, AGAIN = 1, 85
 FAILS_AT_ONCE: dict[str, Any] = {"before": [END], "behind": [AGAIN, END, END], "lost": [], "asks for lost nodes": False}
 GOES_ON: dict[str, Any] = {"before": [AGAIN], "behind": [AGAIN, AGAIN, END], "lost": [], "asks for lost nodes": True}
-NOT_TOLD: dict[str, Any] = {"told": False, "recorded": False}
+NOT_REPORTED: dict[str, Any] = {"reported": False, "recorded": False}
 EXPECTED: dict[str, dict[str, Any]] = {
-    "a placement": {**FAILS_AT_ONCE, "told": True, "recorded": True, "symptoms": []},
-    "a setting that the engine refuses": {**FAILS_AT_ONCE, "told": True, "recorded": True, "symptoms": ["GRPO-404"]},
-    "vLLM's memory": {**FAILS_AT_ONCE, "told": True, "recorded": True, "symptoms": ["GRPO-404", "GRPO-631"]},
-    "CUDA's memory": {**FAILS_AT_ONCE, "told": True, "recorded": True, "symptoms": ["GRPO-631"]},
-    "CUDA": {**GOES_ON, **NOT_TOLD, "symptoms": []},
-    "a sentinel": {**GOES_ON, **NOT_TOLD, "symptoms": ["GRPO-606"]},
-    "a killed engine": {**GOES_ON, **NOT_TOLD, "symptoms": ["GRPO-406"]},
-    "a late engine": {**GOES_ON, **NOT_TOLD, "symptoms": ["GRPO-401"]},
-    "a silent node": {**GOES_ON, **NOT_TOLD, "lost": ["b"], "symptoms": ["GRPO-604"]},
-    "a cut link": {**GOES_ON, **NOT_TOLD, "symptoms": ["GRPO-614"]},
-    "a node 0 that is cut off": {**GOES_ON, **NOT_TOLD, "symptoms": ["GRPO-616"]},
-    "a node that is gone": {**GOES_ON, **NOT_TOLD, "symptoms": ["GRPO-605"]},
+    "a placement": {**FAILS_AT_ONCE, "reported": True, "recorded": True, "symptoms": []},
+    "a setting that the engine refuses": {
+        **FAILS_AT_ONCE,
+        "reported": True,
+        "recorded": True,
+        "symptoms": ["GRPO-404"],
+    },
+    "vLLM's memory": {**FAILS_AT_ONCE, "reported": True, "recorded": True, "symptoms": ["GRPO-404", "GRPO-631"]},
+    "CUDA's memory": {**FAILS_AT_ONCE, "reported": True, "recorded": True, "symptoms": ["GRPO-631"]},
+    "CUDA": {**GOES_ON, **NOT_REPORTED, "symptoms": []},
+    "a sentinel": {**GOES_ON, **NOT_REPORTED, "symptoms": ["GRPO-606"]},
+    "a killed engine": {**GOES_ON, **NOT_REPORTED, "symptoms": ["GRPO-406"]},
+    "a late engine": {**GOES_ON, **NOT_REPORTED, "symptoms": ["GRPO-401"]},
+    "a silent node": {**GOES_ON, **NOT_REPORTED, "lost": ["b"], "symptoms": ["GRPO-604"]},
+    "a cut link": {**GOES_ON, **NOT_REPORTED, "symptoms": ["GRPO-614"]},
+    "a node 0 that is cut off": {**GOES_ON, **NOT_REPORTED, "symptoms": ["GRPO-616"]},
+    "a node that is gone": {**GOES_ON, **NOT_REPORTED, "symptoms": ["GRPO-605"]},
     "a generation after a stop": {
-        **NOT_TOLD,
+        **NOT_REPORTED,
         "before": [AGAIN],
         "behind": [AGAIN, AGAIN, AGAIN],
         "lost": [],

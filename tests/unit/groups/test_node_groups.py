@@ -9,7 +9,7 @@ from grpo.groups.node_groups import NodeGroups
 from grpo.place.timeouts import Timeouts
 from tests.support.made_up_jobs import job
 
-RECORD = FailureRecord(node=0, rank=0, host="a", phase="push", cause="EngineError: gone")
+RECORD = FailureRecord(node=0, rank=0, host="a", phase="sync", cause="EngineError: gone")
 
 
 def test_a_lone_process_answers_itself_and_fails_by_its_own_record() -> None:

@@ -31,7 +31,7 @@ FAST = Figure(name="in buckets", unit="s", values=(2.0, 4.0, 3.0))
 
 def make_report(**settings: object) -> Report:
     return Report(
-        benchmark="push",
+        benchmark="weight_sync",
         settings={"model": "tiny", **settings},
         ratios=(ratio("one at a time / in buckets", SLOW, FAST, goal=1.5), ratio("inverse", FAST, SLOW, goal=1.0)),
         figures=(SLOW, FAST, Figure(name="size", unit="MiB", values=(12345.6,))),
@@ -81,12 +81,12 @@ def test_numbers_have_three_digits_and_no_exponent(value: float, text: str) -> N
 
 
 def test_the_json_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "orig_argv", ["/somewhere/bin/python", "-m", "bench.push", "--note", "two words"])
-    path = tmp_path / "new folder" / "push.json"
+    monkeypatch.setattr(sys, "orig_argv", ["/somewhere/bin/python", "-m", "bench.weight_sync", "--note", "two words"])
+    path = tmp_path / "new folder" / "sync.json"
     make_report().write(path)
     content = json.loads(path.read_text())
-    assert content["benchmark"] == "push"
-    assert content["command"] == "python -m bench.push --note 'two words'"
+    assert content["benchmark"] == "sync"
+    assert content["command"] == "python -m bench.weight_sync --note 'two words'"
     assert content["settings"] == {"model": "tiny"}
     assert content["ratios"][0] == {
         "name": "one at a time / in buckets",
@@ -112,14 +112,14 @@ def test_the_json_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert content["machine"]["gpus"] == []
     assert content["versions"]["torch"].startswith("2.13")
     assert content["date"].endswith("+00:00")
-    assert content["code"] == measured.code_of("push")
+    assert content["code"] == measured.code_of("sync")
     assert content["commit"].removesuffix("-dirty") == code_digest.commit().removesuffix("-dirty")
 
 
 def test_the_table_starts_with_the_ratios_and_says_which_goal_is_missed(capsys: pytest.CaptureFixture) -> None:
     make_report().print()
     lines = capsys.readouterr().out.splitlines()
-    assert "push: model tiny" in lines[0]
+    assert "weight sync: model tiny" in lines[0]
     rows = {
         name: next(line for line in lines if f"│{name} " in line)
         for name in ("one at a time / in buckets", "inverse", "size")
@@ -143,8 +143,8 @@ def test_where_a_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     finish(make_report(repetitions=3), parser.parse_args(["--device", "cpu", "--repetitions", "7"]))
     finish(make_report(), parser.parse_args(["--device", "cuda"]))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["push-cuda.json", "push.json"]
-    settings = json.loads((tmp_path / "push.json").read_text())["settings"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sync-cuda.json", "sync.json"]
+    settings = json.loads((tmp_path / "sync.json").read_text())["settings"]
     assert settings == {"device": "cpu", "repetitions": 3, "model": "tiny"}  # a script knows better than its options
 
     finish(make_report(), parser.parse_args(["--device", "cpu", "--short", "--output", str(tmp_path / "short.json")]))
@@ -152,9 +152,9 @@ def test_where_a_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_document_gets_its_tables_and_keeps_what_is_written_by_hand(tmp_path: Path) -> None:
-    make_report(device="cpu", nodes=[1, 2]).write(tmp_path / "push.json")
+    make_report(device="cpu", nodes=[1, 2]).write(tmp_path / "sync.json")
     written = tables.markdown(tmp_path)
-    assert "## push (cpu)" in written
+    assert "## weight sync (cpu)" in written
     assert "Settings: model tiny, device cpu." in written  # what is no plain value stays in the JSON
     assert "| **one at a time / in buckets** | **3.00** | 1.00 .. 3.00 | | >= 1.5 yes |" in written
     assert "| size | 12,346 |  | MiB | |" in written
@@ -177,24 +177,26 @@ def test_a_result_says_its_commit_and_whether_its_code_has_changed_since(
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
 
-    write("bench/push.py", "x = 1\n")
-    write("grpo/weights/deep/push.py", "def f():\n    return 1\n")
-    result = {"benchmark": "push", "commit": "abc-dirty", "code": measured.code_of("push", tmp_path)}
+    write("bench/weight_sync.py", "x = 1\n")
+    write("grpo/weights/deep/sync.py", "def f():\n    return 1\n")
+    result = {"benchmark": "weight_sync", "commit": "abc-dirty", "code": measured.code_of("sync", tmp_path)}
     assert measured.stamp(result) == "commit abc-dirty"
     assert measured.staleness(result, tmp_path) == ""
-    write("grpo/weights/deep/push.py", '"""What."""\n\n\ndef f():\n    """Why."""\n    return 1  # because\n')
+    write("grpo/weights/deep/sync.py", '"""What."""\n\n\ndef f():\n    """Why."""\n    return 1  # because\n')
     write("grpo/ops/report.py", "is_no_part = True\n")
     assert measured.staleness(result, tmp_path) == ""
-    write("grpo/weights/deep/push.py", "def f():\n    return 2\n")
+    write("grpo/weights/deep/sync.py", "def f():\n    return 2\n")
     assert measured.staleness(result, tmp_path).startswith("**Stale: changed since this was measured: `grpo/weights`.")
-    write("bench/push_job.py", "y = 1\n")
-    assert "`bench/push*.py`, `grpo/weights`." in measured.staleness(result, tmp_path)
-    monkeypatch.setitem(measured.MEASURED, "push", ("grpo/groups",))  # declared since, or no longer
-    assert "`bench/push*.py`, `grpo/engine`, `grpo/groups`, `grpo/weights`." in measured.staleness(result, tmp_path)
+    write("bench/weight_sync_job.py", "y = 1\n")
+    assert "`bench/weight_sync*.py`, `grpo/weights`." in measured.staleness(result, tmp_path)
+    monkeypatch.setitem(measured.MEASURED, "sync", ("grpo/groups",))  # declared since, or no longer
+    assert "`bench/weight_sync*.py`, `grpo/engine`, `grpo/groups`, `grpo/weights`." in measured.staleness(
+        result, tmp_path
+    )
 
 
 def test_the_page_marks_what_is_stale_and_what_nobody_recorded(tmp_path: Path) -> None:
-    path = tmp_path / "push.json"
+    path = tmp_path / "sync.json"
     make_report(device="cpu").write(path)
     content = json.loads(path.read_text())
     assert f", commit {content['commit']}; " in tables.markdown(tmp_path)
@@ -219,12 +221,12 @@ def test_the_commit_of_a_tree_that_differs_and_of_one_without_git(
     monkeypatch.setattr(code_digest, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert code_digest.commit() == "unknown"
-    for name in ("code.py", "results/push.json"):
+    for name in ("code.py", "results/weight_sync.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("1\n")
     for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm first"):
         subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
-    (tmp_path / "results" / "push.json").write_text("2\n")
+    (tmp_path / "results" / "sync.json").write_text("2\n")
     clean = code_digest.commit("results")
     assert code_digest.commit() == f"{clean}-dirty"
     assert len(clean) == 8
@@ -244,7 +246,7 @@ def test_every_benchmark_has_its_place_in_the_document_and_the_makefile_runs_wha
 
 
 def test_batches_under_way_are_held_against_one_ahead_and_the_larger_work() -> None:
-    ahead = {"push/total_s": 0.1, "tokens": 64.0}
+    ahead = {"weight_sync/total_s": 0.1, "tokens": 64.0}
     found = {1: [ahead | {"step_s": 3.0}], 4: [ahead | {"step_s": 2.0, "tokens": 66.0}]}
     gain, bound, works = overlap_ragged.ratios_of(found, training=[1.6], sampling=[2.0])
     assert (gain.name, gain.values) == ("tokens/s, lookahead 4 / lookahead 1", (pytest.approx(66 / 64 * 3 / 2),))
@@ -270,7 +272,7 @@ def test_one_node_with_engines_of_its_own() -> None:
     on_policy = node_local(NODE, CLUSTER, nodes=1, reserved=4, lookahead=0)
     assert on_policy.generate_s == 160 / 4
     assert on_policy.train_s == 80 / 4
-    assert on_policy.push_s == pytest.approx(0.01)  # 16 Gbit at 1600; the gather brings only 3/4 of it into a rank
+    assert on_policy.sync_s == pytest.approx(0.01)  # 16 Gbit at 1600; the gather brings only 3/4 of it into a rank
     assert on_policy.step_s == pytest.approx(40 + 20 + 0.01)
     assert on_policy.training_idle == pytest.approx(1 - 20 / 60.01)
     assert on_policy.engine_idle == pytest.approx(1 - 40 / 60.01)
@@ -279,7 +281,7 @@ def test_one_node_with_engines_of_its_own() -> None:
     assert ahead.step_s == pytest.approx(40.01)
     assert ahead.training_idle == pytest.approx(1 - 20 / 40.01)
 
-    slower = replace(NODE, push_efficiency=0.5, overlap_efficiency=0.8)
+    slower = replace(NODE, sync_efficiency=0.5, overlap_efficiency=0.8)
     assert node_local(slower, CLUSTER, nodes=1, reserved=4, lookahead=0).step_s == pytest.approx(60.02)
     assert node_local(slower, CLUSTER, nodes=1, reserved=4, lookahead=1).step_s == pytest.approx(40.02 / 0.8)
 
@@ -290,7 +292,7 @@ def test_many_nodes_wait_for_the_slowest_and_gather_over_the_network() -> None:
     assert slowest_of(1, 0.1) == 1.0
     assert step.generate_s == pytest.approx(40 * 1.166511)
     assert step.train_s == 20
-    assert step.push_s == pytest.approx(0.075)  # 3/4 of 16 Gbit at 160
+    assert step.sync_s == pytest.approx(0.075)  # 3/4 of 16 Gbit at 160
     assert step.engine_idle == pytest.approx(1 - 40 / step.step_s)  # most engines are done before the slowest
 
 
@@ -307,8 +309,8 @@ def test_a_central_server_samples_for_all() -> None:
     assert step.engine_gpus == 8
     assert step.generate_s == pytest.approx(4 * 160 / 8 + 320 * 100 * 8 * 8 / 160e9)  # and the completions' way
     assert step.train_s == pytest.approx(4 * 80 / 24)
-    assert step.push_s == pytest.approx(0.1)  # 16 Gbit at 160; the gather's 2/3 of it come meanwhile
-    assert step.step_s == pytest.approx(step.generate_s + step.push_s + step.train_s)
+    assert step.sync_s == pytest.approx(0.1)  # 16 Gbit at 160; the gather's 2/3 of it come meanwhile
+    assert step.step_s == pytest.approx(step.generate_s + step.sync_s + step.train_s)
     assert central_server(NODE, CLUSTER, nodes=1, reserved=4).engine_gpus == 4
 
 
@@ -317,7 +319,7 @@ def test_a_central_pool_has_one_queue() -> None:
     assert step.engine_gpus == 8
     assert step.generate_s == pytest.approx(40, abs=1e-3)
     assert step.train_s == 20
-    assert step.push_s == pytest.approx(0.1)
+    assert step.sync_s == pytest.approx(0.1)
     assert step.step_s == pytest.approx(40.1, abs=1e-3)
 
 
@@ -326,7 +328,7 @@ def test_colocated_engines_sleep_while_the_ranks_train() -> None:
     assert slowest_of(8, 0.1) == pytest.approx(1.203933)
     assert step.generate_s == pytest.approx(20 * 1.203933)
     assert step.train_s == 10
-    assert step.push_s == pytest.approx(0.00875 + 2 * 0.05)  # 7/8 of 16 Gbit at 1600, and 16 at 320 there and back
+    assert step.sync_s == pytest.approx(0.00875 + 2 * 0.05)  # 7/8 of 16 Gbit at 1600, and 16 at 320 there and back
     assert step.training_idle == step.engine_idle == pytest.approx(1 - 30 / step.step_s)
 
 
@@ -349,10 +351,10 @@ def test_a_node_of_measured_devices(tmp_path: Path) -> None:
         "figures": [
             {"name": "step, lookahead 0", "median": 10.0},
             {"name": "  waiting for completions", "median": 4.0},
-            {"name": "  push", "median": 1.0},
+            {"name": "  weight sync", "median": 1.0},
             {"name": "step, lookahead 1", "median": 6.0},
             {"name": "  waiting for completions", "median": 0.5},
-            {"name": "  push", "median": 2.0},
+            {"name": "  weight sync", "median": 2.0},
         ],
     }
     assert read_result(tmp_path, "overlap") is None
@@ -363,7 +365,7 @@ def test_a_node_of_measured_devices(tmp_path: Path) -> None:
 
     assert share_of_bound(overlap) == 0.93
     assert share_of_bound(None) is None
-    assert share_of_bound({"ratios": [{"name": "bound / own push", "median": 1.02}]}) == 1.0
+    assert share_of_bound({"ratios": [{"name": "bound / own weight sync", "median": 1.02}]}) == 1.0
     node = measured_node(overlap, NODE)
     assert node.name == "measured (cpu)"
     assert (node.parameters, node.completions, node.completion_tokens) == (5_000, 256, 64)

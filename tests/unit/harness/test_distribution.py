@@ -39,7 +39,7 @@ def metadata(folder: Path, *, source: str | None = None) -> Message:
     return message_from_string(file.read_text())
 
 
-def test_pypi_is_told_what_it_is_and_shows_a_readme_without_dead_links(tmp_path: Path) -> None:
+def test_pypi_is_given_what_it_is_and_shows_a_readme_without_dead_links(tmp_path: Path) -> None:
     found = metadata(tmp_path)
     assert "Development Status :: 3 - Alpha" in (found.get_all("Classifier") or [])
     assert found.get_all("Project-URL") is None, "none is made up"
@@ -58,7 +58,7 @@ def test_links_lead_to_the_repository_where_one_is_named(tmp_path: Path) -> None
     assert f"]({SOURCE}/raw/HEAD/docs/demo-reward.svg)" in readme
 
 
-def test_what_is_installed_beside_others_leaves_them_room() -> None:
+def test_what_is_installed_beside_others_leaves_them_space() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     every = [Requirement(text) for texts in (project["dependencies"], *extras) for text in texts]
@@ -113,7 +113,7 @@ def test_the_manifest_names_the_image_that_is_built() -> None:
     assert pod["securityContext"] == {"fsGroup": 1000}, "the image's user"
 
 
-def test_services_are_told_what_is_there() -> None:
+def test_services_are_given_what_is_there() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 OUTCOMES = [
     Outcome(name="t.py::test_a", gpus=1, result="passed", seconds=1.25, usual_s=10,
-            figures=[("push", 0.01234, "s"), ("x", 15200, "B")]),
+            figures=[("sync", 0.01234, "s"), ("x", 15200, "B")]),
     Outcome(name="t.py::test_b", gpus=2, result="FAILED", seconds=100, usual_s=90, detail="assert 1 == 2 | 3",
             records=["the job failed on rank 0: it broke [GRPO-405]"], logs=[Path("/kept/job.log"), Path.cwd() / "a"]),
     Outcome(name="t.py::test_c", gpus=2, result="began", usual_s=4000),
@@ -38,7 +38,7 @@ def test_the_report_tells_what_ran_and_what_did_not() -> None:
         "## What ran: 1 passed, 1 FAILED, 1 did not end, 1 not run",
         "What the tests take by estimate, by the GPUs that they need: 1 GPU 10 s, 2 GPUs 1 h 8 min, 4 GPUs 0 s.",
         "2 min in all; 1 h 8 min by estimate.",
-        "| 1 | `t.py::test_a` | passed | 1.2 | 10 | push 0.0123 s; x 15,200 B |",
+        "| 1 | `t.py::test_a` | passed | 1.2 | 10 | weight sync 0.0123 s; x 15,200 B |",
         "| 2 | `t.py::test_b` | FAILED: assert 1 == 2 / 3 | 100.0 | 90 |  |",
         "| 2 | `t.py::test_c` | began, and did not end | 0.0 | 4000 |  |",
         "### `t.py::test_b`",
@@ -52,7 +52,7 @@ def test_the_report_tells_what_ran_and_what_did_not() -> None:
     assert summary([]) == "nothing was collected"
 
 
-def test_what_is_lacking_is_told_with_how_many_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_lacking_is_reported_with_how_many_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_BY, "1")
     assert lacking(4, (), found=1) == ["4 GPUs (3 more than this machine has)"]
     assert lacking(1, (), found=0) == ["1 GPU (this machine has none)"]
@@ -105,7 +105,7 @@ sys.meta_path.insert(0, Absent())
     command = [sys.executable, "-m", "pytest", *OPTIONS, "-v", "-W", "ignore", "--confcutdir", str(folder), str(folder)]
     env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
     env |= {"PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command += ["-k", "cpu and (push or gather)"]
+    command += ["-k", "cpu and (weight sync or gather)"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("test_rows_of_28_ranks_are_the_whole_parameter", "test_what_arrives_is_bit_equal"):

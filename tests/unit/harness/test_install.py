@@ -65,7 +65,7 @@ def test_what_comes_later_in_pips_order_wins() -> None:
     assert options("download.find-links='/elsewhere'") == []
 
 
-def test_what_the_user_has_told_uv_stays() -> None:
+def test_what_the_user_has_set_for_uv_stays() -> None:
     lines = ["global.index-url='https://one/simple'", "global.extra-index-url='https://two/simple'"]
     assert options(*lines, UV_DEFAULT_INDEX="https://mine", UV_INDEX_STRATEGY="first-index") == [
         "--index",

@@ -35,10 +35,10 @@ class Sender:
         pass
 """
 
-GPU_TESTS = frozenset({"test_push"})
+GPU_TESTS = frozenset({"test_weight_sync"})
 
 
-def row(fewest: int, most: int | None = None, reached_by: str = "`test_push`") -> Row:
+def row(fewest: int, most: int | None = None, reached_by: str = "`test_weight_sync`") -> Row:
     return Row(fewest=fewest, most=fewest if most is None else most, reached_by=reached_by)
 
 
@@ -82,7 +82,7 @@ def test_a_table_that_cannot_be_read_is_refused(rows: str, message: str) -> None
         ([3, 4], row(2, reached_by="?"), r"no test in tests/gpu is called \?"),
     ],
 )
-def test_what_is_on_neither_list_is_told(lines: list[int], listed: Row | None, message: str) -> None:
+def test_what_is_on_neither_list_is_reported(lines: list[int], listed: Row | None, message: str) -> None:
     key = ("a.py", "f")
     found = disagreements({key: lines} if lines else {}, {key: listed} if listed else {}, GPU_TESTS)
     assert len(found) == 1

@@ -1,4 +1,4 @@
-"""The list of one-line bugs: what of it can be told without running tests with each of them."""
+"""The list of one-line bugs: what of it can be reported without running tests with each of them."""
 
 import subprocess
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_a_line_that_is_not_there_once_is_named(source: str) -> None:
         MUTANT.applied_to(source)
 
 
-def test_what_does_not_fit_a_checkout_is_told(root: Path) -> None:
+def test_what_does_not_fit_a_checkout_is_reported(root: Path) -> None:
     assert [*MUTANT.problems(root)] == []
     [no_python] = replace(MUTANT, becomes="return (").problems(root)
     assert no_python.startswith("no-sign: grpo/loss.py would be no Python: ")

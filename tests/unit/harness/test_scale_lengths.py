@@ -55,7 +55,7 @@ def test_sequences_go_to_the_engine_with_the_fewest_for_its_speed() -> None:
     assert [len(engine.running) for engine in site.engines] == [4, 2]
 
 
-def test_engines_stand_still_for_a_push_and_go_on() -> None:
+def test_engines_stand_still_for_a_sync_and_go_on() -> None:
     site = Site([1.0], places=8)
     site.add(0, [100])
     site.run_to(0.5)
@@ -82,16 +82,16 @@ EQUAL = Lengths(name="equal", median=1000, sigma=0.0, longest=2000, places=8)
 
 def test_steps_of_one_node_by_hand() -> None:
     """32 completions of 1,000 tokens on 2 engines of 8 places: two waves; 2 ranks train on them for 1.6 s."""
-    wave_s, train_s, push_s = 999 * decoding_s(8), 32 * 0.999 * 0.1 / 2, 0.01
+    wave_s, train_s, sync_s = 999 * decoding_s(8), 32 * 0.999 * 0.1 / 2, 0.01
     at = {
         lookahead: step_of(NODE, EVEN, EQUAL, Layout(lookahead=lookahead), nodes=1, reserved=2, steps=4)
         for lookahead in (0, 1, 2, 4)
     }
-    assert at[0].step_s == pytest.approx(2 * wave_s + train_s + push_s, rel=1e-3)
-    assert at[1].step_s == pytest.approx(2 * wave_s + push_s, rel=1e-3)
+    assert at[0].step_s == pytest.approx(2 * wave_s + train_s + sync_s, rel=1e-3)
+    assert at[1].step_s == pytest.approx(2 * wave_s + sync_s, rel=1e-3)
     assert at[1].training_idle == pytest.approx(1 - train_s / at[1].step_s, rel=1e-3)
     for lookahead in (2, 4):  # engines are never without work, and there is no tail
-        assert at[lookahead].step_s == pytest.approx(2 * wave_s + push_s, rel=0.02)
+        assert at[lookahead].step_s == pytest.approx(2 * wave_s + sync_s, rel=0.02)
         assert at[lookahead].engine_idle < 0.02
 
 
@@ -114,7 +114,7 @@ def test_nodes_of_unequal_speed_are_as_good_as_one_queue() -> None:
 def test_colocated_engines_and_ranks_take_turns() -> None:
     step = colocated(NODE, EVEN, EQUAL, nodes=1, steps=2)
     assert step.generate_s == pytest.approx(999 * decoding_s(8), rel=1e-3)
-    assert step.step_s == pytest.approx(step.generate_s + 32 * 0.999 * 0.1 / 4 + step.push_s, rel=1e-3)
+    assert step.step_s == pytest.approx(step.generate_s + 32 * 0.999 * 0.1 / 4 + step.sync_s, rel=1e-3)
 
 
 def test_all_layouts_at_all_sizes() -> None:

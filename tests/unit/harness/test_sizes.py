@@ -74,14 +74,14 @@ def test_an_empty_tree_breaks_nothing() -> None:
 
 def test_a_circle_is_found_through_lazy_imports_and_those_for_types() -> None:
     parts = {
-        "grpo/a.py": "from grpo.room import b\n",
-        "grpo/room/__init__.py": "def f():\n    from grpo.a import x\n",
-        "grpo/room/b.py": "if TYPE_CHECKING:\n    from grpo.c import C\n",
+        "grpo/a.py": "from grpo.space import b\n",
+        "grpo/space/__init__.py": "def f():\n    from grpo.a import x\n",
+        "grpo/space/b.py": "if TYPE_CHECKING:\n    from grpo.c import C\n",
         "grpo/c.py": "import json\n\n\ndef f():\n    from grpo.a import x\n",
     }
     ring = circle([read(path, source) for path, source in parts.items()])
     assert ring[0] == ring[-1]
-    assert set(ring) == {"grpo.a", "grpo.room.b", "grpo.c"}, "to import a room's file is not to import the room"
+    assert set(ring) == {"grpo.a", "grpo.space.b", "grpo.c"}, "to import a space's file is not to import the space"
     parts["grpo/c.py"] = "import json\n"
     assert circle([read(path, source) for path, source in parts.items()]) == ()
 
@@ -90,8 +90,8 @@ def test_what_is_just_within_the_bounds_is_not_named() -> None:
     files = [
         *tree(a=400, b=160, c=1),
         *tree(d=1, e=1, f=1, g=160, h=160),
-        *[read(f"grpo/room/f{n}.py", function(40) + "x = 1\n" * 120) for n in range(20)],
-        read("grpo/room/long.py", function(100) + "x = 1\n" * 60),
+        *[read(f"grpo/space/f{n}.py", function(40) + "x = 1\n" * 120) for n in range(20)],
+        read("grpo/space/long.py", function(100) + "x = 1\n" * 60),
     ]
     measured = measure(files)
     assert (measured.median_file, measured.p95_function) == (160, 40)
@@ -101,12 +101,12 @@ def test_what_is_just_within_the_bounds_is_not_named() -> None:
 def test_every_broken_bound_is_named() -> None:
     package = [
         *tree(a=401, b=161, c=161, d=161, e=161, f=161, g=161, h=161, i=161),
-        read("grpo/room/long.py", function(101, "g") + function(41, "h")),
+        read("grpo/space/long.py", function(101, "g") + function(41, "h")),
     ]
-    files = [*package, read("tests/test_a.py", "x = 1\n" * 401), read("bench/push.py", function(101))]
+    files = [*package, read("tests/test_a.py", "x = 1\n" * 401), read("bench/weight_sync.py", function(101))]
     found = broken(files, measure(package))
     assert names(found)[:2] == ["grpo/a.py", "tests/test_a.py"]
-    assert names(found)[2:4] == ["grpo/room/long.py g", "bench/push.py f"]
+    assert names(found)[2:4] == ["grpo/space/long.py g", "bench/weight_sync.py f"]
     assert found[4] == "grpo/ holds 9 files, of at most 8: a.py, b.py, c.py, d.py, e.py, f.py, g.py, h.py, i.py"
     assert names(found)[5] == "the median file of grpo/"
     assert found[6].startswith("the 95th percentile of functions in grpo/ is 98 lines")
@@ -163,7 +163,7 @@ def test_of_template_counts_lines_with_more_than_a_comment(suffix: str, source: 
         ("grpo/trainer.py", {"core", "."}),
         ("grpo/cli.py", {"wing", "."}),
         ("grpo/rollout/queue.py", {"core", "rollout"}),
-        ("grpo/rollout/turns/talk.py", {"core", "rollout", "rollout/turns"}),
+        ("grpo/rollout/turns/episode.py", {"core", "rollout", "rollout/turns"}),
         ("grpo/config/patches/torch.py", {"core", "config"}),
         ("grpo/ops/__init__.py", {"wing", "ops"}),
         ("grpo/ops/report/page.js", {"wing", "ops", "ops/report"}),

@@ -100,7 +100,7 @@ def test_every_test_can_fail_by_what_it_says() -> None:
         ("monkeypatch.setattr(a, 'b', pytest.fail)", False),
     ],
 )
-def test_what_can_fail_is_told_from_what_cannot(body: str, fails: bool) -> None:
+def test_what_can_fail_is_distinguished_from_what_cannot(body: str, fails: bool) -> None:
     tree = ast.parse(f"def test_a():\n    {body}\ndef helper():\n    assert 1\ndef other():\n    other()")
     functions: dict[str, ast.AST] = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
     assert can_fail(functions["test_a"], functions) == fails

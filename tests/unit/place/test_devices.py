@@ -349,9 +349,9 @@ def test_lists_that_rocm_has_beside(monkeypatch: pytest.MonkeyPatch) -> None:
         device_tokens(both, 2, rocm=True)
     # As the error says to do it: one list, which torch's build for ROCm and vLLM's read alike.
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    told = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    reported = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     engine = engine_environment(
-        told, devices=device_tokens(told, 4, rocm=True)[-1:], tensor_parallel_size=1, engines_per_node=1
+        reported, devices=device_tokens(reported, 4, rocm=True)[-1:], tensor_parallel_size=1, engines_per_node=1
     )
     vllm_accepts_rocm_lists(engine, monkeypatch)
     for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
@@ -366,7 +366,7 @@ def test_slurm_sets_rocms_lists_on_other_clusters_too() -> None:
     assert device_tokens(env, 2) == ("2", "3")
 
 
-def test_the_scripts_are_told_the_count(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_scripts_are_given_the_count(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     looks_built_for(monkeypatch, "12.9", 8)
     assert (devices.main(["--max_steps", "5"]), capsys.readouterr().out) == (0, "8\n")

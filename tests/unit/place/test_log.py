@@ -191,7 +191,7 @@ from pathlib import Path
 from grpo.place.log import open_log
 from grpo.record.screen import show_log
 show_log()
-log = logging.getLogger("grpo.weights.push")
+log = logging.getLogger("grpo.weights.sync")
 log.info("a line for the user")
 log.debug("a detail")
 log.info("for the file", extra={{"on_screen": False}})

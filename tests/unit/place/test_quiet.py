@@ -39,5 +39,7 @@ def test_named_warnings_alone_are_silenced() -> None:
         quiet()
         warnings.warn("`torch.distributed.reduce_op` is deprecated, please use", FutureWarning, stacklevel=1)
         warnings.warn("`torch.nn` is deprecated", FutureWarning, stacklevel=1)
-    told = [str(each.message) for each in given if each.category is FutureWarning]  # none of other tests' open files
-    assert told == ["`torch.nn` is deprecated"]
+    reported = [
+        str(each.message) for each in given if each.category is FutureWarning
+    ]  # none of other tests' open files
+    assert reported == ["`torch.nn` is deprecated"]

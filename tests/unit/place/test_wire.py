@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo.engine.supervisor import Respawn
+from grpo.engine.supervisor import EngineRestart
 from grpo.faults.failure import FailureKind, FailureRecord
 from grpo.place.wire import from_json, to_json
 from grpo.rollout.node import Stalled
@@ -14,30 +14,30 @@ from grpo.rollout.packing import Request
 from grpo.rollout.report import GenerationReport
 from grpo.serving import _EngineFacts
 from grpo.weights.delivery import _Arrivals
-from grpo.weights.report import LogprobGap, PushReport
+from grpo.weights.report import LogprobGap, WeightSyncReport
 from grpo.weights.wire_format import WireFormat
 
-RECORD = FailureRecord(node=1, rank=2, host="b", phase="push", cause="gone: ä\n'x'", kind=FailureKind.USER, nodes=(1,))
+RECORD = FailureRecord(node=1, rank=2, host="b", phase="sync", cause="gone: ä\n'x'", kind=FailureKind.USER, nodes=(1,))
 REPORT = GenerationReport(generate_s=0.1, wait_s=1 / 3, idle_s=0, period_s=None, num_tokens=7, num_completions=2)
-PUSH = PushReport(total_s=1.5, gather_s=1e-9, send_s=0.0, num_bytes=2**40)
-RESPAWN = Respawn(node=1, index=0, host="b", phase="train", cause="killed", seconds=12.5)
+SYNC = WeightSyncReport(total_s=1.5, gather_s=1e-9, send_s=0.0, num_bytes=2**40)
+RESTART = EngineRestart(node=1, index=0, host="b", phase="train", cause="killed", seconds=12.5)
 FORMAT = WireFormat(dtypes={"a.b": "float32"}, whole_experts=("x",))
 
-TOLD: list[tuple[Any, Any]] = [
+REPORTED: list[tuple[Any, Any]] = [
     (None, None),
     (REPORT, GenerationReport | Stalled | None),
     (Stalled(), GenerationReport | Stalled | None),
     (Stalled(for_good=RECORD), GenerationReport | Stalled | None),
     (None, GenerationReport | Stalled | None),
     (_Arrivals(), _Arrivals),
-    (_Arrivals(respawns=(RESPAWN,), gone=RECORD), _Arrivals),
-    ((True, None), tuple[bool, PushReport | None]),
-    ((False, PUSH), tuple[bool, PushReport | None]),
+    (_Arrivals(restarts=(RESTART,), gone=RECORD), _Arrivals),
+    ((True, None), tuple[bool, WeightSyncReport | None]),
+    ((False, SYNC), tuple[bool, WeightSyncReport | None]),
     (_EngineFacts(startup_s=8.25, max_model_len=64, wire_format=FORMAT), _EngineFacts | None),
 ]
 
 
-@pytest.mark.parametrize(("value", "kind"), TOLD)
+@pytest.mark.parametrize(("value", "kind"), REPORTED)
 def test_a_value_comes_as_it_was(value: Any, kind: Any) -> None:
     assert from_json(to_json(value, kind), kind) == value
 
@@ -51,10 +51,10 @@ def test_a_request_comes_with_its_tokens() -> None:
 
 
 def test_a_gap_that_is_no_number_comes_too() -> None:
-    told = PushReport(
+    reported = WeightSyncReport(
         total_s=1, gather_s=1, send_s=1, num_bytes=1, gap=LogprobGap(mean=math.nan, max=math.inf, judged=0.5)
     )
-    came = from_json(to_json(told, PushReport), PushReport)
+    came = from_json(to_json(reported, WeightSyncReport), WeightSyncReport)
     assert math.isnan(came.gap.mean)
     assert came.gap.max == math.inf
 

@@ -44,7 +44,7 @@ def test_every_stored_prompt_counts(tokenizer: Any, args: GRPOConfig) -> None:
         check_prompt_lengths(Dataset.from_dict({"prompt": chats}), tokenizer, args)
 
 
-def test_the_first_prompt_leaves_room_for_a_token(tokenizer: Any, args: GRPOConfig) -> None:
+def test_the_first_prompt_leaves_space_for_a_token(tokenizer: Any, args: GRPOConfig) -> None:
     assert len(prompt_ids({"prompt": "1" * 89}, tokenizer, args)) == 89
     with pytest.raises(ValueError, match=r"has 90 tokens, but vllm_max_model_length, .* is 90: set .* to 100 or more"):
         prompt_ids({"prompt": "1" * 90}, tokenizer, args)
@@ -83,7 +83,7 @@ def times(a: int, b: int) -> int:
     return a * b
 
 
-def test_tools_take_room_too(tokenizer: Any, args: GRPOConfig) -> None:
+def test_tools_take_space_too(tokenizer: Any, args: GRPOConfig) -> None:
     tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name * 10 }}{% endfor %}" + TEMPLATE
     rows = [{"prompt": [{"role": "user", "content": "1" * length}]} for length in (3, 60)]
     assert len(prompt_ids(rows[0], tokenizer, args, [times])) == 3 + 1 + 10 * len("times")

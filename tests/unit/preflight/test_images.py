@@ -54,8 +54,8 @@ def test_text_has_none(inputs: Callable) -> None:
 
 
 def test_those_of_an_evaluation_count(inputs: Callable) -> None:
-    conversations = pictured(TEXTS, "image").remove_columns("image")
-    assert takes_images(inputs(conversations, eval_dataset={"one": TEXT, "two": pictured(TEXTS, "images")}))
+    multi_turn = pictured(TEXTS, "image").remove_columns("image")
+    assert takes_images(inputs(multi_turn, eval_dataset={"one": TEXT, "two": pictured(TEXTS, "images")}))
 
 
 def _tool(a: int) -> int:

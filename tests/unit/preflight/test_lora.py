@@ -59,7 +59,7 @@ def test_what_vllm_can_hold_travels_alone(
     assert asked.way == "merge"
 
 
-def test_an_engine_has_room_for_the_largest_rank(folders: dict[str, str], tmp_path: Path) -> None:
+def test_an_engine_has_space_for_the_largest_rank(folders: dict[str, str], tmp_path: Path) -> None:
     config = lora(r=9, target_modules=["o_proj", "q_proj"])
     choice = choose_lora(folders["llama-untied"], config, None, args_of(tmp_path), has_gpus=False)
     assert choice is not None
@@ -72,7 +72,7 @@ def test_an_engine_has_room_for_the_largest_rank(folders: dict[str, str], tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("family", "config", "settings", "told"),
+    ("family", "config", "settings", "reported"),
     [
         ("llama-untied", PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), {}, "a PrefixTuningConfig"),
         ("llama-untied", lora(target_modules=["query"]), {}, "does not fit LlamaForCausalLM: .*query.* not found"),
@@ -88,9 +88,9 @@ def test_an_engine_has_room_for_the_largest_rank(folders: dict[str, str], tmp_pa
     ],
 )
 def test_what_neither_way_serves_is_named(
-    family: str, config: Any, settings: dict, told: str, folders: dict[str, str], tmp_path: Path
+    family: str, config: Any, settings: dict, reported: str, folders: dict[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reported):
         choose_lora(folders[family], config, None, args_of(tmp_path, **settings), has_gpus=False)
 
 

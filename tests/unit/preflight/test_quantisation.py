@@ -58,8 +58,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_no_engine_could_hold_is_refused(case: str) -> None:
-    asked, settings, told = REFUSED[case]
-    with pytest.raises(ValueError, match=told):
+    asked, settings, reported = REFUSED[case]
+    with pytest.raises(ValueError, match=reported):
         four_bits_of(asked, torch.bfloat16, **{"has_adapter": True, "zero3": False, **settings})
 
 

@@ -192,7 +192,7 @@ def test_which_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps(tmp_path) == [1, 3, 5, 6, 7, 8, 9]
 
 
-def test_an_attempt_lays_aside_what_is_later_than_its_start(tmp_path: Path) -> None:
+def test_an_attempt_quarantines_what_is_later_than_its_start(tmp_path: Path) -> None:
     folder = tmp_path / "completions"
     samples = CompletionSamples(folder)
     samples.cut(3, 0)
@@ -218,7 +218,7 @@ def test_an_attempt_lays_aside_what_is_later_than_its_start(tmp_path: Path) -> N
     ]
 
 
-def test_what_was_laid_aside_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_quarantined_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = CompletionSamples(tmp_path)
     for attempt in (9, 10):
         samples.write(attempt, attempt, 1.0, [row(noise(attempt))])
@@ -255,13 +255,13 @@ def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
     assert names(tmp_path) == [path.name]
 
 
-def test_what_cannot_be_written_is_told_once(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_what_cannot_be_written_is_reported_once(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     (tmp_path / "completions").write_text("a file")
     samples = CompletionSamples(tmp_path / "completions")
     for step in (1, 2):
         samples.write(step, 0, 1.0, [row()])
-    (told,) = [str(warning.message) for warning in recwarn]
-    assert told.startswith(f"cannot write completions to {tmp_path / 'completions'}: ")
+    (reported,) = [str(warning.message) for warning in recwarn]
+    assert reported.startswith(f"cannot write completions to {tmp_path / 'completions'}: ")
 
 
 def test_calls_of_any_arguments_fit_into_trls_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo.faults.failure import FailureKind
-from grpo.ops.telling import telling_mistakes
+from grpo.ops.mistakes import reporting_mistakes
 from grpo.place.timeouts import Timeouts
 from grpo.record.files import read_run_state
 from grpo.record.folder import RunFolder, record_early_failure
@@ -189,7 +189,7 @@ def test_the_trackers_run_goes_on_with_a_resumed_attempt(tmp_path: Path) -> None
     assert RunFolder(tmp_path, {}).tracker_run(resumed=False) != first
 
 
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lockf(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -200,12 +200,12 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
 
 def test_a_mistake_that_cannot_be_written_down_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("where the folder should be")
-    with pytest.raises(ImportError, match="no module named rewards"), telling_mistakes(tmp_path / "file"):
+    with pytest.raises(ImportError, match="no module named rewards"), reporting_mistakes(tmp_path / "file"):
         raise ImportError("no module named rewards")
     assert (tmp_path / "file").read_text() == "where the folder should be"
 
 
-def test_a_mistake_is_told_where_a_full_disk_takes_no_record_of_it(
+def test_a_mistake_is_reported_where_a_full_disk_takes_no_record_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, content: str) -> None:
@@ -215,7 +215,7 @@ def test_a_mistake_is_told_where_a_full_disk_takes_no_record_of_it(
     with (
         pytest.warns(UserWarning, match=r"cannot write .*run_state\.json: .*No space left on device"),
         pytest.raises(ImportError, match="no module named rewards"),
-        telling_mistakes(tmp_path),
+        reporting_mistakes(tmp_path),
     ):
         raise ImportError("no module named rewards")
     monkeypatch.undo()

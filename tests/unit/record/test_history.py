@@ -15,7 +15,7 @@ from grpo.record.folder import RunFolder, record_early_failure
 from grpo.record.history import RunHistory
 
 ENV = {"GRPO_JOB": "17"}
-RECORD = FailureRecord(node=1, rank=8, host="n1", phase="push", cause="EngineDied: killed by signal 9")
+RECORD = FailureRecord(node=1, rank=8, host="n1", phase="sync", cause="EngineDied: killed by signal 9")
 
 BEGUN = """
 import os, sys
@@ -53,9 +53,9 @@ def test_an_attempt_from_its_start_to_its_end(tmp_path: Path) -> None:
     assert entry["versions"].keys() >= {"grpo", "torch", "trl", "transformers"}
     assert entry["python"].startswith("3.")
     run.update(state="running", step=3, from_step=3)
-    run.update(step=4, respawns=("after step 3: engine 0 is back",))
+    run.update(step=4, restarts=("after step 3: engine 0 is back",))
     (entry,) = attempts(tmp_path)
-    assert (entry["from_step"], entry["step"], entry["respawns"]) == (
+    assert (entry["from_step"], entry["step"], entry["restarts"]) == (
         3,
         4,
         ["after step 3: engine 0 is back"],
@@ -137,8 +137,8 @@ def test_a_script_that_ends_without_training(tmp_path: Path, then: str, state: s
 
 def test_a_forked_child_leaves_the_attempt_alone(tmp_path: Path) -> None:
     then = "child = os.fork()\nif not child: sys.exit()\nos.wait()\nprint(open(folder.path / 'run.json').read())"
-    told = in_another_process(tmp_path, then)
-    assert json.loads(told.stdout)["attempts"][0]["state"] == "running"
+    reported = in_another_process(tmp_path, then)
+    assert json.loads(reported.stdout)["attempts"][0]["state"] == "running"
 
 
 def test_a_mistake_before_there_is_a_trainer(tmp_path: Path) -> None:
@@ -185,13 +185,13 @@ def test_attempts_of_one_number_stay_apart(tmp_path: Path) -> None:
     assert [(each["attempt"], each["why"]) for each in attempts(tmp_path)] == [(3, "one"), (3, "two")]
     begun(tmp_path, GRPO_STARTED="5.5").release()  # by a launcher that counts no attempts
     starts = [each["started"] for each in attempts(tmp_path)]
-    assert len(set(starts)) == 3, "by which spans are told apart"
+    assert len(set(starts)) == 3, "by which spans are distinguished"
 
 
 @pytest.mark.parametrize(
     "content", ["", '{"attempts": [{"att', "[]", '{"attempts": [{"attempt": 0}]}', '{"attempts": 3}']
 )
-def test_a_damaged_file_is_set_aside(tmp_path: Path, content: str) -> None:
+def test_a_damaged_file_is_quarantined(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.damaged-1.json").write_text("an earlier one")
     (tmp_path / "run.json").write_text(content)
     with pytest.warns(UserWarning, match=r"run\.json is damaged .*begun anew; it is now .*run\.damaged-2\.json"):
@@ -209,7 +209,7 @@ def test_what_cannot_be_read_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "run.json").is_dir()
 
 
-def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_once_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
@@ -221,7 +221,7 @@ def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path: Path, monkeypatch: 
         run.update(state="failed", why="the cause")
     assert run.state.why == "the cause"  # which stands in run_state.json
     monkeypatch.undo()
-    run.update(state="failed", failure=RECORD)  # there is room again: nothing was lost
+    run.update(state="failed", failure=RECORD)  # there is space again: nothing was lost
     assert (attempts(tmp_path)[0]["why"], attempts(tmp_path)[0]["failure"]) == ("the cause", RECORD.as_dict())
 
 

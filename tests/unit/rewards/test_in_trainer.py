@@ -49,7 +49,7 @@ def curve(trainer: GRPOTrainer) -> list[tuple[float, ...]]:
 
 
 def test_curves_are_the_same_however_rewards_run(make: Make) -> None:
-    """Declared ones bring single turns the way of conversations: their samples are the same as well."""
+    """Declared ones bring single turns the way of episodes: their samples are the same as well."""
     plain = curve(make(speaks, [length, length_later], config={"overlap_rewards": False}))
     assert len({step[0] for step in plain}) == 2
     assert curve(make(speaks, [length, length_later])) == plain
@@ -130,7 +130,7 @@ def test_declared_ones_begin_while_others_are_sampled(make: Make, unit: str) -> 
     assert len(steps_of(trainer)) == 1
 
 
-def test_conversations_are_scored_as_they_end(make: Make) -> None:
+def test_episodes_are_scored_as_they_end(make: Make) -> None:
     """One that calls a tool has not ended with its first turn."""
     tables = []
     for kind in (right, declared("completion", right), declared("group", right)):

@@ -195,7 +195,7 @@ def test_what_functions_do_to_their_arguments_is_theirs(batch_of: MakeBatch) -> 
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_too_few_are_told(batch_of: MakeBatch, beside: bool) -> None:
+def test_too_few_are_reported(batch_of: MakeBatch, beside: bool) -> None:
     batch = batch_of(lambda completions, **_: [1.0], beside=beside)
     batch.start()
     with pytest.raises(ValueError, match="returned 1 rewards for 4 completions: give one for each"):

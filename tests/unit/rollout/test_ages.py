@@ -20,18 +20,18 @@ def test_by_hand() -> None:
     ages = Ages()
     ages.now = Moment(step=10)
     ages.begin(0)
-    ages.push(12, [{0: 30}, {}])
-    ages.push(12, [{0: 35}, {}])  # the same weights once more, around an evaluation
+    ages.sync(12, [{0: 30}, {}])
+    ages.sync(12, [{0: 35}, {}])  # the same weights once more, around an evaluation
     ages.begin(1)
-    ages.push(14, [{0: 80}, {1: 4}])
+    ages.sync(14, [{0: 80}, {1: 4}])
     batch = batch_of(ages, {0: 100, 1: 10})
-    # 30 tokens of push 0, 50 of push 1, 20 of push 2; and 4 of push 1, 6 of push 2
+    # 30 tokens of weight sync 0, 50 of weight sync 1, 20 of weight sync 2; and 4 of weight sync 1, 6 of weight sync 2
     assert batch.newer == Newer(versions=0 + 1, steps=0 + 2, token_versions=50 + 40 + 4 + 12, least=0)
     assert batch.policy_versions == {0: 10, 1: 12}
     report = GenerationReport(
         generate_s=1.0, wait_s=0.0, idle_s=0.0, period_s=None, num_tokens=110, num_completions=2, newer=batch.newer
     )
-    lag = PolicyLag.of([report], versions=3, steps=6)  # it is used after one more push
+    lag = PolicyLag.of([report], versions=3, steps=6)  # it is used after one more weight sync
     assert (lag.versions, lag.steps, lag.most) == (2.5, 5.0, 3)
     assert lag.token_versions == pytest.approx(3 - 106 / 110)
     metrics = generation_metrics([report], lag)
@@ -42,14 +42,14 @@ def test_by_hand() -> None:
 def test_what_begins_again_is_as_old_as_its_new_beginning() -> None:
     ages = Ages()
     ages.begin(0)
-    ages.push(1, [{0: 7}])
+    ages.sync(1, [{0: 7}])
     ages.begin(0)  # its engine has died
-    assert ages.end(0, 20).token_pushes == 20
+    assert ages.end(0, 20).token_syncs == 20
     assert ages.end(0, 20).first == ages.now  # nothing is kept of one that has ended
 
 
 def test_a_completion_that_keeps_its_adapter_keeps_its_age() -> None:
     ages = Ages()
-    ages.push(3)
-    ages.begin(0, Moment(step=1, pushes=0))
-    assert ages.end(0, 20).token_pushes == 0
+    ages.sync(3)
+    ages.begin(0, Moment(step=1, syncs=0))
+    assert ages.end(0, 20).token_syncs == 0

@@ -29,12 +29,12 @@ def test_the_worst_engine_is_named() -> None:
     assert check.take() == (0, None)
 
 
-@pytest.mark.parametrize(("bad", "is_told"), [(10, False), (11, True)])
-def test_a_hundredth_is_borne(bad: int, is_told: bool) -> None:
+@pytest.mark.parametrize(("bad", "is_reported"), [(10, False), (11, True)])
+def test_a_hundredth_is_borne(bad: int, is_reported: bool) -> None:
     check = FiniteCheck(node=0)
     check.note(0, np.array([NAN] * bad + [-1.0] * (1000 - bad), np.float32))
     count, what = check.take()
-    assert (count, what is not None) == (bad, is_told)
+    assert (count, what is not None) == (bad, is_reported)
 
 
 def test_an_engine_that_gives_none_ends_the_job_behind_its_last_step(

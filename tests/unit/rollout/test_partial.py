@@ -98,7 +98,7 @@ def test_pool_given_a_batch_that_is_whole_asks_no_engine(node: Node) -> None:
     batch = pool.submit(requests, kept=Kept(completions=kept, step=3, lag=0))
     assert batch.is_finished
     assert to_lists(pool.collect(batch, DEADLINE_S)) == (rows, logprobs)
-    assert engine.told == []
+    assert engine.reported == []
 
 
 def test_nothing_is_kept_of_what_an_engine_has_begun_that_does_not_answer(node: Node) -> None:
@@ -110,9 +110,9 @@ def test_nothing_is_kept_of_what_an_engine_has_begun_that_does_not_answer(node: 
 
 
 @pytest.mark.parametrize(
-    ("step", "pushes"), [(10, 7), (12, 8), (16, 10)], ids=["submitted", "one version later", "newest"]
+    ("step", "syncs"), [(10, 7), (12, 8), (16, 10)], ids=["submitted", "one version later", "newest"]
 )
-def test_moment_of_a_kept_policy_counts_back_from_now(step: int, pushes: int) -> None:
+def test_moment_of_a_kept_policy_counts_back_from_now(step: int, syncs: int) -> None:
     """Two optimizer steps a generation batch, three policies between."""
     kept = Kept(completions=pack_completions([], [], [], []), step=10, lag=3)
-    assert kept.moment(step, Moment(step=16, pushes=10)) == Moment(step=step, pushes=pushes)
+    assert kept.moment(step, Moment(step=16, syncs=10)) == Moment(step=step, syncs=syncs)

@@ -41,8 +41,8 @@ def test_an_engine_that_is_done_takes_what_another_has_not_begun(node: Node) -> 
     pool = node.pool(slow, fast)
     requests = requests_of(np.random.default_rng(0), 20)
     batch = pool.submit(requests)
-    wait_until(lambda: len(batch.answers) == len(batch.ids) - sum(len(ids) for _, ids in slow.told))
-    assert len(slow.told) == 1  # one chunk, which was all that it had room for
+    wait_until(lambda: len(batch.answers) == len(batch.ids) - sum(len(ids) for _, ids in slow.reported))
+    assert len(slow.reported) == 1  # one chunk, which was all that it had space for
     slow.works.set()
     assert to_lists(pool.collect(batch, DEADLINE_S)) == expected_of(requests)
 
@@ -63,7 +63,7 @@ def test_no_engine_is_without_work_while_another_has_more_than_its_share(node: N
     pool = node.pool(first, second)
     requests = [Request(token_ids=np.array([7, 8], np.int32), n=13, seed=5)]
     assert to_lists(pool.collect(pool.submit(requests), DEADLINE_S)) == expected_of(requests)
-    assert [len(ids) for engine in (first, second) for _, ids in engine.told] == [7, 6]
+    assert [len(ids) for engine in (first, second) for _, ids in engine.reported] == [7, 6]
 
 
 @pytest.mark.parametrize(("num_slots", "together"), [(4, {True, False}), (64, {True})])
@@ -81,12 +81,12 @@ def test_where_places_are_spared_nothing_waits_in_an_engine(node: Node) -> None:
     pool = node.pool(first, second, num_spare=1)
     requests = [Request(token_ids=np.array([7, row], np.int32), n=11, seed=20 * row) for row in range(2)]
     batch = pool.submit(requests)
-    wait_until(lambda: sum(len(ids) for engine in (first, second) for _, ids in engine.told) == 7)
-    assert [sum(len(ids) for _, ids in engine.told) for engine in (first, second)] == [4, 3]
+    wait_until(lambda: sum(len(ids) for engine in (first, second) for _, ids in engine.reported) == 7)
+    assert [sum(len(ids) for _, ids in engine.reported) for engine in (first, second)] == [4, 3]
     for engine in (first, second):
         engine.works.set()
     assert to_lists(pool.collect(batch, DEADLINE_S)) == expected_of(requests)
-    assert sorted(each for engine in (first, second) for _, ids in engine.told for each in ids) == [*range(22)]
+    assert sorted(each for engine in (first, second) for _, ids in engine.reported for each in ids) == [*range(22)]
 
 
 def test_submitting_waits_for_no_engine(node: Node) -> None:
@@ -98,12 +98,12 @@ def test_submitting_waits_for_no_engine(node: Node) -> None:
     pool.drop(batch)
     assert time.monotonic() - began < 1.0
     engine.reads.set()
-    wait_until(lambda: len(engine.told) > 1)
-    assert [word for word, _ in engine.told][-1] == "abort"  # after what it takes back
+    wait_until(lambda: len(engine.reported) > 1)
+    assert [word for word, _ in engine.reported][-1] == "abort"  # after what it takes back
 
 
 def test_a_refused_request_leaves_the_others_alone(node: Node) -> None:
-    """By the engine, and by the pool for want of room, which asks no engine."""
+    """By the engine, and by the pool for want of space, which asks no engine."""
     engine = ThreadedEngine("engine 0")
     engine.refuses = lambda owed: owed.seed == 5
     pool = node.pool(engine, max_model_len=3)
@@ -169,11 +169,11 @@ def test_a_dropped_batch_gives_its_places_to_the_next(node: Node) -> None:
     pool.drop(dropped)
     engine.works.set()
     assert to_lists(pool.collect(kept, DEADLINE_S)) == expected_of(requests)
-    told_to_drop = {i for word, ids in engine.told if word == "abort" for i in ids}
-    assert told_to_drop
-    assert told_to_drop <= set(dropped.ids)
+    asked_to_drop = {i for word, ids in engine.reported if word == "abort" for i in ids}
+    assert asked_to_drop
+    assert asked_to_drop <= set(dropped.ids)
     pool.drop(kept)  # of a finished one nothing is left to drop
-    assert not any(set(kept.ids) & set(ids) for word, ids in engine.told if word == "abort")
+    assert not any(set(kept.ids) & set(ids) for word, ids in engine.reported if word == "abort")
 
 
 def test_no_requests_are_answered_at_once(node: Node) -> None:
@@ -208,16 +208,16 @@ def test_the_idle_clock_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert after(10, clock.take_s) == 2  # idle from the start on
     after(1, lambda: clock.set(True))
     assert after(3, clock.take_s) == 3
-    after(4, clock.pause)  # a push
+    after(4, clock.pause)  # a weight sync
     after(50, clock.resume)
     after(5, lambda: clock.set(True))
     assert clock.take_s() == 9
     after(1, clock.pause)
-    after(7, lambda: clock.set(False))  # something is submitted during the push
+    after(7, lambda: clock.set(False))  # something is submitted during the weight sync
     after(7, clock.resume)
     assert clock.take_s() == 1
     after(7, clock.pause)
-    after(7, lambda: clock.set(True))  # the last answer comes during the push
+    after(7, lambda: clock.set(True))  # the last answer comes during the weight sync
     after(7, clock.resume)
     after(6, clock.pause)
     assert clock.take_s() == 6

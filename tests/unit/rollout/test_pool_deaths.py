@@ -13,7 +13,7 @@ from tests.support.pools import Node, expected_of, requests_of, wait_until
 
 
 def come_back(node: Node, pool: EnginePool, *places: int, policy_version: int = 0) -> None:
-    """New engines in these places, as after a push."""
+    """New engines in these places, as after a weight sync."""
     clients = [*pool._clients]
     for place in places:
         clients[place] = ThreadedEngine(f"engine {place}, again")

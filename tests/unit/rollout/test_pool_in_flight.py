@@ -98,7 +98,7 @@ def kill(node: Node, pool: EnginePool) -> None:
     pool.take_up([node.engines[-1]], policy_version=pool.policy_version)
 
 
-def test_deaths_count_between_the_same_two_pushes_alone(node: Node) -> None:
+def test_deaths_count_between_the_same_two_syncs_alone(node: Node) -> None:
     """Unrelated ones, in the hours of a long completion, accuse no prompt."""
     pool = node.pool(asleep(), in_flight=True)
     requests = one_each(7, 8)
@@ -113,7 +113,7 @@ def test_deaths_count_between_the_same_two_pushes_alone(node: Node) -> None:
     assert to_lists(completions) == expected_of(requests)
 
 
-def test_deaths_between_two_pushes_are_searched(node: Node) -> None:
+def test_deaths_between_two_syncs_are_searched(node: Node) -> None:
     pool = node.pool(asleep(), in_flight=True)
     batch = pool.submit(one_each(7, 8))
     for _ in range(3):
@@ -122,7 +122,7 @@ def test_deaths_between_two_pushes_are_searched(node: Node) -> None:
         pool.collect(batch, DEADLINE_S)
 
 
-def test_what_is_sent_after_a_push_has_a_salt_of_its_own(node: Node) -> None:
+def test_what_is_sent_after_a_sync_has_a_salt_of_its_own(node: Node) -> None:
     """Even where the policy version is the same: the weights may be others, as for an evaluation."""
     engine = ThreadedEngine("engine 0")
     pool = node.pool(engine, in_flight=True)
@@ -158,7 +158,7 @@ def test_a_completion_has_the_adapter_of_its_submission_however_late_it_is_sent(
     assert early.newer.versions == 0  # its age is that of its adapter
 
 
-def test_an_engine_that_never_rests_is_recorded_from_push_to_push(node: Node) -> None:
+def test_an_engine_that_never_rests_is_recorded_from_sync_to_sync(node: Node) -> None:
     records: list[Any] = []
     engine = asleep(num_slots=4)
 

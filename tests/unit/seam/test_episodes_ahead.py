@@ -1,4 +1,4 @@
-"""Conversations that go on while the real trainer trains, over an engine that says what is written down."""
+"""Episodes that go on while the real trainer trains, over an engine that says what is written down."""
 
 import asyncio
 import signal
@@ -62,7 +62,7 @@ def figures(steps: list[dict[str, float]]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("ahead", "in_threads"), [(1, False), (3, True)], ids=["1, asynchronous", "3, declared"])
-def test_with_weights_that_stay_the_same_conversations_ahead_are_those_that_training_would_have(
+def test_with_weights_that_stay_the_same_episodes_ahead_are_those_that_training_would_have(
     ahead: int, in_threads: bool, make: Make, script: Script
 ) -> None:
     async def awaited(a: int, b: int) -> int:
@@ -300,7 +300,7 @@ def test_a_tool_that_raises_ahead_is_counted_in_the_step_that_trains_on_it(make:
     assert all(row[-1] == 1.0 for row in curves[0])
 
 
-def test_after_a_stop_conversations_begin_again(make: Make, tmp_path: Path) -> None:
+def test_after_a_stop_episodes_begin_again(make: Make, tmp_path: Path) -> None:
     class Stops(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             if state.global_step == 2:

@@ -35,23 +35,23 @@ def test_weights_that_are_no_numbers_make_no_checkpoint(
     try:
         with pytest.raises(
             (GrpoError, JobFailed), match=r"after step 2 .*up_proj\.weight on rank 0.*\[GRPO-711\]"
-        ) as told:
+        ) as reported:
             trainer.train()
     finally:
         trainer.close()
-    assert told.value.kind == FailureKind.USER
+    assert reported.value.kind == FailureKind.USER
     assert newest_complete(folder) == folder / "checkpoint-1"
     assert not (folder / "checkpoint-2").exists()
 
 
-def test_gradients_that_are_not_finite_are_told_after_three_in_a_row(
+def test_gradients_that_are_not_finite_are_reported_after_three_in_a_row(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     use_scripted_engines(monkeypatch)
     trainer = make_trainer(tiny_model, tmp_path / "run", [])
     trainer.close()
 
-    def told(*norms: float) -> int:
+    def reported(*norms: float) -> int:
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             for norm in norms:
@@ -61,12 +61,12 @@ def test_gradients_that_are_not_finite_are_told_after_three_in_a_row(
         return sum("[GRPO-712]" in record.getMessage() for record in caplog.records)
 
     nan, inf = float("nan"), float("inf")
-    assert told(1.0, nan, nan, 1.0, inf, nan) == 0
-    assert told(nan) == 1
+    assert reported(1.0, nan, nan, 1.0, inf, nan) == 0
+    assert reported(nan) == 1
     assert "the gradients of the last 3 steps" in caplog.text
-    assert told(nan, nan) == 0
-    assert told(nan) == 1
-    assert told(0.5, nan) == 0
+    assert reported(nan, nan) == 0
+    assert reported(nan) == 1
+    assert reported(0.5, nan) == 0
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,14 @@ PATHS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    told: list[str] = []
-    monkeypatch.setattr(guarding._log, "warning", lambda text, *values: told.append(text % values))
-    return told
+    reported: list[str] = []
+    monkeypatch.setattr(guarding._log, "warning", lambda text, *values: reported.append(text % values))
+    return reported
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> CopiedModel:
-    monkeypatch.setattr(delivery, "is_due", lambda push: False)  # nothing is verified but what the guard requires
+    monkeypatch.setattr(delivery, "is_due", lambda sync: False)  # nothing is verified but what the guard requires
     return CopiedModel(use_scripted_engines(monkeypatch))
 
 

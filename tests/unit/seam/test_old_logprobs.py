@@ -68,7 +68,7 @@ class Run:
             return score(trainer, *args, **kwargs)
 
         monkeypatch.setattr(TRLTrainer, "_get_per_token_logps_and_entropies", counted)
-        monkeypatch.setattr(delivery, "is_due", lambda push: False)
+        monkeypatch.setattr(delivery, "is_due", lambda sync: False)
 
     def _tokens(self, sample: Sample, number: int) -> list[int]:
         random = np.random.default_rng(sample.seed + number)
@@ -226,7 +226,7 @@ def test_a_batch_of_the_trainers_is_counted_again_when_it_goes_on(run: Run, monk
     assert all("importance_sampling_ratio" not in batch for batch in batches)
 
 
-def test_a_rollout_function_without_log_probabilities_is_told() -> None:
+def test_a_rollout_function_without_log_probabilities_is_reported() -> None:
     bare = OldLogprobsTrainer.__new__(OldLogprobsTrainer)
     with pytest.raises(ValueError, match=r"rollout_func gives no logprobs: .*old_logprobs to 'trainer'"):
         bare._take_engines([{"completion_mask": torch.ones(1, 1), "sampling_per_token_logps": None}])

@@ -23,7 +23,7 @@ def trainer(**fields: Any) -> ResumableTrainer:
 
 
 @pytest.mark.parametrize(("lead", "warned"), [("200", False), ("199", True), (None, False)])
-def test_a_signal_that_comes_too_late_is_told(lead: str | None, warned: bool) -> None:
+def test_a_signal_that_comes_too_late_is_reported(lead: str | None, warned: bool) -> None:
     said: list[str] = []
     judge = StopLead(lead, said.append)
     for now in (1000.0, 1100.0):
@@ -76,27 +76,27 @@ def test_a_full_disk_does_not_hide_the_failure(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_failure_says_after_which_step_and_hands_the_record_on() -> None:
-    told: list[dict[str, Any]] = []
-    where: dict[str, Any] = {"node": 1, "rank": 8, "host": "n1", "phase": "push"}
+    reported: list[dict[str, Any]] = []
+    where: dict[str, Any] = {"node": 1, "rank": 8, "host": "n1", "phase": "sync"}
     record = FailureRecord(**where, cause="EngineDied: it was killed", kind=FailureKind.ENGINE, nodes=(1,))
-    failing = trainer(_run=SimpleNamespace(update=lambda **changes: told.append(changes)))
+    failing = trainer(_run=SimpleNamespace(update=lambda **changes: reported.append(changes)))
     with pytest.raises(JobFailed), failing.recording_failures("unused"):
         raise JobFailed(record)
     failing.state = SimpleNamespace(global_step=4)  # type: ignore[assignment]
     failing.record_failure(str(record), FailureKind.USER, record=record)
-    assert [(each["failure"], each["kind"], each["nodes"], each.get("step")) for each in told] == [
+    assert [(each["failure"], each["kind"], each["nodes"], each.get("step")) for each in reported] == [
         (record, FailureKind.ENGINE, (1,), None),  # there was no step yet: the state's own stays
         (record, FailureKind.USER, (1,), 4),
     ]
 
 
-@pytest.mark.parametrize(("code", "told"), [(0, []), (3, ["SystemExit: 3"])])
-def test_a_script_that_ends_with_an_error_has_failed(code: int, told: list[str]) -> None:
+@pytest.mark.parametrize(("code", "reported"), [(0, []), (3, ["SystemExit: 3"])])
+def test_a_script_that_ends_with_an_error_has_failed(code: int, reported: list[str]) -> None:
     causes: list[str] = []
     ending = trainer(_run=SimpleNamespace(update=lambda *, why, **_: causes.append(why)))
     with pytest.raises(SystemExit), ending.recording_failures("unused"):
         raise SystemExit(code)
-    assert causes == told
+    assert causes == reported
 
 
 def test_a_run_that_is_done_takes_no_step_more() -> None:
@@ -126,9 +126,9 @@ RECORD = CompleteRecord(step=3, world_size=2, files={}, versions={}, sampling={"
     ],
 )
 def test_what_is_not_as_before_is_said(record: CompleteRecord, said: str | None) -> None:
-    told = what_differs(record, {"seed": 2, "num_generations": 4})
-    assert len(told) == (said is not None)
-    assert said is None or said in told[0]
+    reported = what_differs(record, {"seed": 2, "num_generations": 4})
+    assert len(reported) == (said is not None)
+    assert said is None or said in reported[0]
 
 
 def test_what_earlier_attempts_have_left_is_cleared_away(tmp_path: Path) -> None:
@@ -142,13 +142,13 @@ def test_what_earlier_attempts_have_left_is_cleared_away(tmp_path: Path) -> None
     assert [line.split(" is ")[0] for line in said[1:4]] == [
         str(tmp_path / "abandoned.attempt-0" / f"checkpoint-{step}") for step in (8, 7, 6)
     ]
-    assert said[4].endswith("was laid aside, and 2 later ones are: deleted")
+    assert said[4].endswith("was quarantined, and 2 later ones are: deleted")
     assert len(said) == 5
 
 
 @pytest.mark.parametrize(("by_itself", "first_step"), [(True, 0), (False, 3)])
 def test_what_a_person_starts_anew_deletes_no_checkpoint(by_itself: bool, first_step: int, tmp_path: Path) -> None:
-    """A line without --resume, or with an older checkpoint's name: all that was there is laid aside."""
+    """A line without --resume, or with an older checkpoint's name: all that was there is quarantined."""
     for step in (3, 6, 7, 8, 9):
         make(tmp_path, step)
     run: Any = SimpleNamespace(path=tmp_path, previous_attempt=0)

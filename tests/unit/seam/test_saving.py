@@ -17,7 +17,7 @@ from grpo.faults.failure import FailureRecord, JobFailed
 from grpo.faults.kinds import is_users
 from grpo.place.timeouts import Timeouts
 from grpo.seam import saving
-from grpo.seam.saving import telling_of_a_full_disk
+from grpo.seam.saving import reporting_a_full_disk
 from tests.support.made_up_checkpoints import make
 
 Usage = namedtuple("Usage", "total used free")
@@ -35,37 +35,37 @@ PARTITION = "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.bin"
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_disk_that_fills_up_is_named_and_gets_room_again(error: Exception, rank: int, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_is_named_and_gets_space_again(error: Exception, rank: int, tmp_path: Path) -> None:
     six = make(tmp_path, 6)
     nine = make(tmp_path, 9, complete=False)
     words = rf"rank {rank} wrote checkpoint-9 \[GRPO-702\]: .* GB are free"
-    with pytest.raises(OSError, match=words) as told, telling_of_a_full_disk(nine, rank, 2):
+    with pytest.raises(OSError, match=words) as reported, reporting_a_full_disk(nine, rank, 2):
         raise error
-    assert told.value.errno == errno.ENOSPC
-    assert f"The newest complete checkpoint is {six}" in str(told.value)
-    assert str(error) in str(told.value)
-    assert not is_users(told.value)
+    assert reported.value.errno == errno.ENOSPC
+    assert f"The newest complete checkpoint is {six}" in str(reported.value)
+    assert str(error) in str(reported.value)
+    assert not is_users(reported.value)
     assert (nine / PARTITION).exists() is (rank == 0)  # each rank removes its own: the record needs some bytes
     assert (nine / "model.safetensors").exists() is (rank == 1)
     assert newest_complete(tmp_path) == six
 
 
-def test_another_ranks_full_disk_is_not_told_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_ranks_full_disk_is_not_reported_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nine = make(tmp_path, 9, complete=False)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**12, 10**12, 0))
     record = FailureRecord(node=0, host="a", rank=0, phase="save", cause="OSError: [Errno 28] no space left")
-    with pytest.raises(JobFailed), telling_of_a_full_disk(nine, 1, 2):
+    with pytest.raises(JobFailed), reporting_a_full_disk(nine, 1, 2):
         raise JobFailed(record)
 
 
 def test_another_error_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nine = make(tmp_path, 9, complete=False)
-    with pytest.raises(RuntimeError, match="the model is odd"), telling_of_a_full_disk(nine, 0, 2):
+    with pytest.raises(RuntimeError, match="the model is odd"), reporting_a_full_disk(nine, 0, 2):
         raise RuntimeError("the model is odd")
     assert (nine / PARTITION).exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**12, 10**12, 4096))
     words = r"0\.00 GB of 1000\.00 GB are free.*RuntimeError: the writer gave up"
-    with pytest.raises(OSError, match=words), telling_of_a_full_disk(nine, 0, 2):
+    with pytest.raises(OSError, match=words), reporting_a_full_disk(nine, 0, 2):
         raise RuntimeError("the writer gave up")
 
 

@@ -93,7 +93,7 @@ def test_no_spare_groups_is_a_batch_as_it_was(make: Make) -> None:
     assert curve() == curve(spare_groups=0, max_flat_batches=1)
 
 
-def test_conversations_with_tools_are_dealt_out_whole(make: Make) -> None:
+def test_episodes_with_tools_are_dealt_out_whole(make: Make) -> None:
     """Messages, masks and rewards stay with their rows."""
     trainer = make(calculates, right, tools=[times], config={**SPARE, "max_steps": 2})
     assert [line["loss"] == line["loss"] for line in steps_of(trainer)] == [True, True]
@@ -112,14 +112,14 @@ def test_batches_without_spread_end_the_job_with_the_reason(make: Make) -> None:
     assert trainer.state.global_step == 1
 
 
-def test_mostly_flat_groups_are_told_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_mostly_flat_groups_are_reported_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     config = {**SPARE, "max_steps": 24, "num_train_epochs": 50, "max_flat_batches": 0}
     trainer = make(lambda text, seed: "1<e>", length, train_dataset=numbers(), config=config)
     with caplog.at_level("WARNING"):
         trainer.train()
-    told = [record.getMessage() for record in caplog.records if "are flat" in record.getMessage()]
-    assert len(told) == 1
-    assert "in 20 batches 100 % of the groups" in told[0]
+    reported = [record.getMessage() for record in caplog.records if "are flat" in record.getMessage()]
+    assert len(reported) == 1
+    assert "in 20 batches 100 % of the groups" in reported[0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Bits that change on the way from a packed buffer to vLLM's loaders end the push by the tensor's name.
+"""Bits that change on the way from a packed buffer to vLLM's loaders end the weight sync by the tensor's name.
 
 Both transports and both of our engines' sides run over vLLM's own reload; between them faults are put in.
 """
@@ -18,10 +18,10 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from grpo.engine.client import EngineError
-from grpo.weights import push
+from grpo.weights import sync
 from grpo.weights.buckets import NUM_BUFFERS
 from grpo.weights.page_sums import PAGE_BYTES
-from grpo.weights.push import Pusher
+from grpo.weights.sync import WeightSyncer
 from grpo.weights.worker import BucketsInfo, CountedNCCLEngine, CountedShmEngine, ShmInitInfo
 from tests.support.engines import Script, ScriptedEngine, agree
 from tests.support.nccl_stand_in import EngineEnd, MadeUpSource, StandInTransport, Wire, only_streams_stand_in
@@ -146,7 +146,7 @@ class FaultyShm(CountedShmEngine):
 
 
 class Stack:
-    """A pusher of made-up weights, and a worker with a model behind it."""
+    """A syncer of made-up weights, and a worker with a model behind it."""
 
     def __init__(self, backend: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> None:
         self.source = MadeUpSource(NUM_BUCKETS, dtype)
@@ -159,16 +159,16 @@ class Stack:
         self.worker.model_update_group = EngineEnd(self.wire)
         self.worker.parallel_config = SimpleNamespace(rank=0)
         only_streams_stand_in(monkeypatch)
-        monkeypatch.setitem(push.TRANSPORTS, "nccl", partial(StandInTransport, self.wire))
+        monkeypatch.setitem(sync.TRANSPORTS, "nccl", partial(StandInTransport, self.wire))
         self.engine = ScriptedEngine(script=Script(control=self._control))
-        self.pusher = Pusher(
+        self.syncer = WeightSyncer(
             self.source,  # type: ignore[arg-type]
             [self.engine],
             backend=backend,
             tensor_parallel_size=1,
             timeout_s=30.0,
         )
-        self.pusher.connect()
+        self.syncer.connect()
 
     def _control(self, method: str, kwargs: dict[str, Any]) -> Any:
         try:
@@ -194,9 +194,9 @@ class Stack:
     def put_in(self, fault: Fault) -> None:
         self.wire.fault = self.worker.fault = fault
 
-    def push(self, *, checks_bits: bool = True) -> str:
+    def sync(self, *, checks_bits: bool = True) -> str:
         """What went wrong."""
-        _, error = self.pusher.push(1, checks_bits=checks_bits)
+        _, error = self.syncer.sync(1, checks_bits=checks_bits)
         return str(error or "")
 
     def wrong(self) -> list[str]:
@@ -216,7 +216,7 @@ def test_bits_that_arrive_as_they_were_sent(backend: str, dtype: torch.dtype, mo
     for _ in range(2):
         for tensor in stack.source.tensors.values():
             tensor.mul_(2)
-        assert stack.push() == ""
+        assert stack.sync() == ""
         assert stack.wrong() == []
         sums = stack.worker._sums
         assert sums._loaded.keys() == sums._arrived.keys() == stack.source.tensors.keys()
@@ -228,7 +228,7 @@ def test_bits_that_arrive_as_they_were_sent(backend: str, dtype: torch.dtype, mo
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_page_that_is_not_what_was_sent(stack: Stack, fault: Fault) -> None:
     stack.put_in(fault)
-    assert re.search(OTHER_BITS, stack.push())
+    assert re.search(OTHER_BITS, stack.sync())
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -238,14 +238,14 @@ def test_a_receive_buffer_that_is_used_again_before_the_loader_reads_it(
     stack = Stack("nccl", monkeypatch)
     stack.put_in(fault)
     stack.wire.is_late = True
-    assert re.search(USED_AGAIN, stack.push())
+    assert re.search(USED_AGAIN, stack.sync())
 
 
 def test_a_worker_that_keeps_what_stands_in_shared_memory_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer fills the buffer again while the layer still waits for its other tensors."""
     stack = Stack("shm", monkeypatch)
     stack.worker.copies = False
-    assert re.search(r"18 tensors \[GRPO-506\]: bucket0\.0: its memory was used again", stack.push())
+    assert re.search(r"18 tensors \[GRPO-506\]: bucket0\.0: its memory was used again", stack.sync())
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -253,7 +253,7 @@ def test_without_the_check_the_engine_computes_with_wrong_bits_and_nothing_says_
     """The tests above can fail."""
     stack.put_in(drop)
     stack.wire.is_late = is_late
-    assert stack.push(checks_bits=False) == ""
+    assert stack.sync(checks_bits=False) == ""
     assert stack.wrong() == [NAME]
     assert stack.worker._sums is None
     assert "check_bits" not in [method for method, _ in stack.engine.calls]

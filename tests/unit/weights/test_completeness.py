@@ -1,9 +1,9 @@
-"""What a push has left out is named."""
+"""What a weight sync has left out is named."""
 
 from grpo.weights.completeness import unsent_names
 
 
-def test_a_push_is_checked_by_name_too() -> None:
+def test_a_sync_is_checked_by_name_too() -> None:
     known = {"a", "b", "c"}
     assert unsent_names(known=set(), received=known, held=()) == []
     assert unsent_names(known=known, received={"a", "b"}, held={"c"}) == []

@@ -1,4 +1,4 @@
-"""Weight syncs of a whole job: a push group that does not open, and ranks that decide together about a gap."""
+"""Weight syncs of a whole job: a weight sync group that does not open, and ranks that decide together about a gap."""
 
 import contextlib
 import threading
@@ -16,15 +16,15 @@ from grpo.faults.failure import FailureRecord, JobFailed
 from grpo.faults.watch import FailureWatch
 from grpo.place.wire import from_json, to_json
 from grpo.weights.delivery import WeightDelivery
-from grpo.weights.proof import Prover
-from grpo.weights.report import LogprobGap, PushReport
+from grpo.weights.report import LogprobGap, WeightSyncReport
+from grpo.weights.verifier import Verifier
 from grpo.weights.wire_format import WireFormat
 from tests.support.engines import ScriptedEngine, agree
 from tests.support.made_up_jobs import job
 from tests.support.scripted_trainer import make_trainer, use_scripted_engines
 
 
-def test_an_engine_that_does_not_come_to_the_push_group(
+def test_an_engine_that_does_not_come_to_the_sync_group(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end = threading.Event()
@@ -37,14 +37,14 @@ def test_an_engine_that_does_not_come_to_the_push_group(
     script = use_scripted_engines(monkeypatch, control=absent)
     trainer = make_trainer(tiny_model, tmp_path / "run", script.story, vllm_sync_timeout=1.0)
     try:
-        with pytest.raises(JobFailed, match=r"phase 'push group': .* 1 s \(vllm_sync_timeout\) \[GRPO-502\]"):
+        with pytest.raises(JobFailed, match=r"phase 'weight sync group': .* 1 s \(vllm_sync_timeout\) \[GRPO-502\]"):
             trainer.train()
     finally:
         end.set()
         trainer.close()
 
 
-class Meeting:
+class Rendezvous:
     """The exchange of two ranks, each a node of its own, in threads."""
 
     def __init__(self) -> None:
@@ -64,32 +64,32 @@ class Meeting:
         return SimpleNamespace(exchange=exchange, topology=job((8, 8), ranks=1)[rank])
 
 
-class GapsGiven(Prover):
+class GapsGiven(Verifier):
     """Verifications find these gaps, one after the other."""
 
     __slots__ = ("gaps",)
 
-    def prove(self, push_number: int, *, engines_work: bool) -> tuple[LogprobGap, EngineLike] | None:
+    def verify(self, sync_number: int, *, engines_work: bool) -> tuple[LogprobGap, EngineLike] | None:
         gap = self.gaps.pop(0)
         return LogprobGap(mean=gap, max=gap, judged=gap), ScriptedEngine(f"engine 0 of node {self.timeout_s:.0f}")
 
 
 def delivery_of(
-    rank: int, meeting: Meeting, gaps: list[float], sent: list[str], written: list[list[str]]
+    rank: int, rendezvous: Rendezvous, gaps: list[float], sent: list[str], written: list[list[str]]
 ) -> WeightDelivery:
-    report = PushReport(total_s=1.0, gather_s=1.0, send_s=1.0, num_bytes=1)
-    pusher = SimpleNamespace(
+    report = WeightSyncReport(total_s=1.0, gather_s=1.0, send_s=1.0, num_bytes=1)
+    syncer = SimpleNamespace(
         source=SimpleNamespace(
             forget_sent=lambda: sent.append("all"),
             written=lambda *, by_sums: written.pop(0) if written else [],
             send_again=lambda names: sent.append(" and ".join(names)),
         ),
-        push=lambda step, *, checks_bits: sent.append("push" if checks_bits else "unchecked") or (report, None),
+        sync=lambda step, *, checks_bits: sent.append("sync" if checks_bits else "unchecked") or (report, None),
         packs_on_gpu=False,
         connect=lambda: None,
         at_rest=contextlib.nullcontext,
     )
-    prover = GapsGiven(
+    verifier = GapsGiven(
         model=None,
         clients=[],
         probe=[],
@@ -100,16 +100,16 @@ def delivery_of(
         timeout_s=rank,
         largest=lambda mine: mine,
     )
-    prover.gaps = [*gaps]
+    verifier.gaps = [*gaps]
     return WeightDelivery(
         SimpleNamespace(has_lost=lambda within_s=0.0: False, clients=[]),
-        pusher,
-        prover,
-        meeting.groups_of(rank),
+        syncer,
+        verifier,
+        rendezvous.groups_of(rank),
         FailureWatch(None, node=rank, rank=rank, host=f"host{rank}"),
         wire_format=WireFormat(),
         timeout_s=10.0,
-        tell=lambda respawn: None,
+        tell=lambda restart: None,
         trial=None,
     )
 
@@ -120,19 +120,19 @@ def delivered(
     """Weight syncs as long as there are gaps; what each rank has sent, and how each has ended.
 
     Args:
-        written: what each rank sees of writes to frozen parameters, before each push.
+        written: what each rank sees of writes to frozen parameters, before each weight sync.
     """
-    meeting, sent = Meeting(), [[], []]
+    rendezvous, sent = Rendezvous(), [[], []]
     gaps = [of_node_0, of_node_1]
-    deliveries = [delivery_of(rank, meeting, gaps[rank], sent[rank], [*written[rank]]) for rank in range(2)]
+    deliveries = [delivery_of(rank, rendezvous, gaps[rank], sent[rank], [*written[rank]]) for rank in range(2)]
 
     def deliver(delivery: WeightDelivery) -> str:
         try:
-            while delivery.prover.gaps:
+            while delivery.verifier.gaps:
                 delivery.deliver(1)
         except JobFailed as error:
             return f"{type(error).__name__}: {error.record}"
-        return f"within {delivery.prover.limit:g}" if delivery.verification.is_within else "beyond"
+        return f"within {delivery.verifier.limit:g}" if delivery.verification.is_within else "beyond"
 
     with ThreadPoolExecutor(2) as pool:
         ends = list(pool.map(deliver, deliveries))
@@ -141,13 +141,13 @@ def delivered(
 
 def test_a_gap_on_one_node_sends_everything_again_on_all() -> None:
     sent, ends = delivered([0.01, 0.01, 0.01, 0.02], [0.01, 0.3, 0.01, 0.01])
-    assert sent == [["all", "push", "push", "all", "push", "push"]] * 2
+    assert sent == [["all", "sync", "sync", "all", "sync", "sync"]] * 2
     assert ends == ["within 0.05"] * 2
 
 
 def test_one_that_stays_ends_the_job_on_all_behind_a_checkpoint_and_names_the_node() -> None:
     sent, ends = delivered([0.01, 0.01, 0.01], [0.01, 0.3, 0.2])
-    assert sent == [["all", "push", "push", "all", "push"]] * 2
+    assert sent == [["all", "sync", "sync", "all", "sync"]] * 2
     assert ends[0] == ends[1]
     assert ends[0].startswith("StepFailed: node 1 (host1), rank 1")
     assert "engine 0 of node 1 does not compute what the trainer does" in ends[0]
@@ -160,11 +160,11 @@ def test_one_within_the_hard_limit_goes_on_on_all() -> None:
 
 def test_a_first_one_that_fails_on_one_node_ends_the_job_on_all() -> None:
     sent, ends = delivered([0.01], [0.2])
-    assert sent == [["all", "push"]] * 2
+    assert sent == [["all", "sync"]] * 2
     assert ends[0] == ends[1]
     assert ends[0].startswith("JobFailed: node 1 (host1), rank 1")
 
 
 def test_what_one_rank_has_seen_of_frozen_parameters_travels_from_all() -> None:
     sent, _ = delivered([0.01] * 3, [0.01] * 3, written=([[], ["norm"], []], [[], ["embedding", "norm"], []]))
-    assert sent == [["all", "push", "embedding and norm", "push", "push"]] * 2
+    assert sent == [["all", "sync", "embedding and norm", "sync", "sync"]] * 2

@@ -1,4 +1,4 @@
-"""The engine's side of a push, over vLLM's own reload of a model of a few tensors, without an engine."""
+"""The engine's side of a weight sync, over vLLM's own reload of a model of a few tensors, without an engine."""
 
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from grpo.weights.buckets import ParamMeta, described
-from grpo.weights.completeness import IncompletePushError
+from grpo.weights.completeness import IncompleteSyncError
 from grpo.weights.destinations import Arrival, Destination, whole_loads
 from grpo.weights.reload import CountedReload
 from grpo.weights.wire_format import WireFormat
@@ -72,7 +72,7 @@ class Engine(CountedReload):
     def receive_weights(self, update_info: Any) -> None: ...
     def shutdown(self) -> None: ...
 
-    def push(self, weights: dict[str, torch.Tensor], held: Sequence[str] = ()) -> None:
+    def sync(self, weights: dict[str, torch.Tensor], held: Sequence[str] = ()) -> None:
         self.start_weight_update()
         self.note_received(list(weights), list(held))
         self.load(list(weights.items()))
@@ -87,12 +87,12 @@ def weights(value: float = 1.0, scalar: torch.dtype = torch.bfloat16) -> dict[st
     }
 
 
-def test_what_a_push_brings_stands_in_the_tensors_that_kernels_hold() -> None:
+def test_what_a_sync_brings_stands_in_the_tensors_that_kernels_hold() -> None:
     engine = Engine()
     experts, gate = engine.model.layer.experts, engine.model.layer.gate
     kept = (gate.weight, experts.e_score_correction_bias, experts.layer_scalar)  # as a router, or a CUDA graph, keeps
     for value in (1.0, 2.0, 3.0):
-        engine.push(weights(value))
+        engine.sync(weights(value))
         assert [tensor.unique().item() for tensor in kept] == [value] * 3
         assert experts.e_score_correction_bias is gate.e_score_correction_bias is kept[1]
     assert (experts.inv_freq.tolist(), experts._expert_map.tolist()) == ([1, 1], [0, 1, 2, 3])
@@ -103,8 +103,8 @@ def test_what_a_push_brings_stands_in_the_tensors_that_kernels_hold() -> None:
 def test_what_vllm_does_not_count_is_missed_by_name(missing: str) -> None:
     engine = Engine()
     sent = {name: weight for name, weight in weights().items() if name != f"model.layer.{missing}"}
-    with pytest.raises(IncompletePushError, match=rf"1 places \[GRPO-503\]: layer\.{missing}: no push has"):
-        engine.push(sent)
+    with pytest.raises(IncompleteSyncError, match=rf"1 places \[GRPO-503\]: layer\.{missing}: no weight sync has"):
+        engine.sync(sent)
 
 
 def test_a_layer_that_came_in_part_is_not_completed_with_whatever_is_in_memory() -> None:
@@ -112,8 +112,8 @@ def test_a_layer_that_came_in_part_is_not_completed_with_whatever_is_in_memory()
     engine = Engine()
     engine.model.layer.experts.register_buffer("hash_table", torch.arange(4))
     record_metadata_for_reloading(engine.model)
-    with pytest.raises(IncompletePushError, match=r"GRPO-503.*layer\.experts\.hash_table: not sent, though others"):
-        engine.push(weights())
+    with pytest.raises(IncompleteSyncError, match=r"GRPO-503.*layer\.experts\.hash_table: not sent, though others"):
+        engine.sync(weights())
 
 
 class Fused(nn.Module):
@@ -142,18 +142,18 @@ def test_half_of_a_fused_layer_is_missed_by_name(sent: dict[str, float]) -> None
     record_metadata_for_reloading(engine.model)
     halves = {name: torch.full((2, 3), value) for name, value in sent.items()}
     if len(sent) == 1:
-        with pytest.raises(IncompletePushError, match="gate_up_proj: 6 of 12 elements arrived"):
-            engine.push(halves)
+        with pytest.raises(IncompleteSyncError, match="gate_up_proj: 6 of 12 elements arrived"):
+            engine.sync(halves)
     else:
-        engine.push(halves)
+        engine.sync(halves)
         assert engine.model.gate_up_proj.weight.tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
 
 
 def test_a_frozen_layer_may_stay_behind_once_it_was_sent() -> None:
     engine = Engine()
-    engine.push(weights(1.0))
+    engine.sync(weights(1.0))
     router = "model.layer.gate.weight"
-    engine.push({name: weight for name, weight in weights(2.0).items() if name != router}, held=[router])
+    engine.sync({name: weight for name, weight in weights(2.0).items() if name != router}, held=[router])
     gate = engine.model.layer.gate
     assert (gate.weight.unique().item(), gate.e_score_correction_bias.unique().item()) == (1.0, 2.0)
 
@@ -161,11 +161,11 @@ def test_a_frozen_layer_may_stay_behind_once_it_was_sent() -> None:
 @pytest.mark.parametrize("name", ["gate.weight", "gate.e_score_correction_bias"])
 def test_a_tensor_in_another_dtype_is_refused_by_name(name: str) -> None:
     engine = Engine()
-    engine.push(weights())
+    engine.sync(weights())
     wrong = weights()
     wrong[f"model.layer.{name}"] = wrong[f"model.layer.{name}"].bfloat16()
-    with pytest.raises(IncompletePushError, match=rf"layer\.{name} was sent in torch.bfloat16, .* in torch.float32"):
-        engine.push(wrong)
+    with pytest.raises(IncompleteSyncError, match=rf"layer\.{name} was sent in torch.bfloat16, .* in torch.float32"):
+        engine.sync(wrong)
 
 
 def question(**shapes: tuple[int, ...]) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def question(**shapes: tuple[int, ...]) -> dict[str, Any]:
 
 def test_an_engine_says_how_it_holds_what_and_is_left_as_it_was() -> None:
     engine = Engine()
-    engine.push(weights(2.0))
+    engine.sync(weights(2.0))
     kept = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
     values = {name: tensor.clone() for name, tensor in kept.items()}
     assert engine.wire_format(question(buffer_of_the_trainers=(2,))) == WireFormat(
@@ -187,7 +187,7 @@ def test_an_engine_says_how_it_holds_what_and_is_left_as_it_was() -> None:
     )
     after = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
     assert all(after[name] is tensor and torch.equal(tensor, values[name]) for name, tensor in kept.items())
-    engine.push(weights(3.0))
+    engine.sync(weights(3.0))
     with pytest.raises(ValueError, match="unheard_of"):
         engine.wire_format(question(unheard_of=(1,)))
 
@@ -206,8 +206,8 @@ def test_what_a_model_passes_over_in_silence_has_no_place() -> None:
     record_metadata_for_reloading(engine.model)
     bias = "model.layer.gate.bias"
     assert engine.wire_format(question(**{bias: (4,)})).unplaced == (bias,)
-    for value in (1.0, 2.0):  # what pushes with it do not show
-        engine.push({**weights(value), bias: torch.full((4,), value)})
+    for value in (1.0, 2.0):  # what weight syncs with it do not show
+        engine.sync({**weights(value), bias: torch.full((4,), value)})
 
 
 class Computes(Model):
@@ -240,5 +240,5 @@ def test_a_name_that_comes_twice_is_refused() -> None:
     engine = Engine()
     engine.start_weight_update()
     engine.note_received(["model.layer.gate.weight"], [])
-    with pytest.raises(IncompletePushError, match=r"the push sends model\.layer\.gate\.weight twice"):
+    with pytest.raises(IncompleteSyncError, match=r"the weight sync sends model\.layer\.gate\.weight twice"):
         engine.note_received(["model.layer.gate.weight"], [])

@@ -1,4 +1,4 @@
-"""Weights of four bits: what a push sends of them is what their layers compute with, bit for bit."""
+"""Weights of four bits: what a weight sync sends of them is what their layers compute with, bit for bit."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Pushes to engines that have completions under way: when they are paused, and that none that goes on stays so."""
+"""Weight syncs to engines that have completions under way: when they are paused, and that none that goes on stays
+so."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,9 @@ import torch
 
 from grpo.engine.client import EngineError
 from grpo.rollout.pool import EnginePool
-from grpo.weights.push import Pusher
-from grpo.weights.report import PushReport, slowest
+from grpo.weights.report import WeightSyncReport, slowest
 from grpo.weights.source import GatheredSource
+from grpo.weights.sync import WeightSyncer
 from tests.support.engines import Script, ScriptedEngine, agree
 from tests.support.scripted_trainer import make_trainer, of_kind, use_scripted_engines
 from tests.support.tiny_models import tiny_model
@@ -18,9 +19,9 @@ from tests.support.tiny_models import tiny_model
 PAUSES = ("pause", "resume")
 
 
-def pusher_of(engines: list[ScriptedEngine], **more: Any) -> Pusher:
+def syncer_of(engines: list[ScriptedEngine], **more: Any) -> WeightSyncer:
     source = GatheredSource(tiny_model("qwen2-tied"), wire_dtype=torch.bfloat16, bucket_bytes=2**17)
-    return Pusher(source, engines, backend="shm", tensor_parallel_size=1, timeout_s=5.0, **more)
+    return WeightSyncer(source, engines, backend="shm", tensor_parallel_size=1, timeout_s=5.0, **more)
 
 
 def methods_of(engine: ScriptedEngine) -> list[str]:
@@ -33,17 +34,17 @@ def test_engines_are_paused_around_the_update_and_keep_their_caches() -> None:
 
     engines = [ScriptedEngine(script=Script(control=count)) for _ in range(2)]
     paused: list[tuple[int, list[dict[int, int]]]] = []
-    pusher = pusher_of(engines, in_flight=True, on_paused=lambda *said: paused.append(said))
-    pusher.connect()
-    fill = pusher.source.fill
+    syncer = syncer_of(engines, in_flight=True, on_paused=lambda *said: paused.append(said))
+    syncer.connect()
+    fill = syncer.source.fill
     asked_at_first_fill: list[list[str]] = []
 
     def noted(bucket: Any, places: Any) -> None:
         asked_at_first_fill.append(methods_of(engines[0]))
         fill(bucket, places)
 
-    pusher.source.fill = noted  # type: ignore[method-assign]
-    report, error = pusher.push(3, checks_bits=True)
+    syncer.source.fill = noted  # type: ignore[method-assign]
+    report, error = syncer.sync(3, checks_bits=True)
     assert error is None
     assert paused == [(3, [{4: 17}] * 2)]
     assert asked_at_first_fill[0] == ["init_weight_transfer_engine"], "the first bucket is filled while they sample"
@@ -54,36 +55,36 @@ def test_engines_are_paused_around_the_update_and_keep_their_caches() -> None:
         assert (finish, check, resume) == ("finish_weight_update", "check_bits", "resume")
     assert report.paused_s is not None
     assert 0 < report.paused_s < report.total_s
-    assert "push/paused_s" in report.metrics()
-    pusher.close()
+    assert "weight_sync/paused_s" in report.metrics()
+    syncer.close()
 
 
 def test_at_rest_engines_are_not_paused() -> None:
     engine = ScriptedEngine()
-    pusher = pusher_of([engine])
-    with pusher.at_rest():
-        pusher.connect()
-    report, error = pusher.push(1)
+    syncer = syncer_of([engine])
+    with syncer.at_rest():
+        syncer.connect()
+    report, error = syncer.sync(1)
     assert error is None
     assert not {*PAUSES} & {*methods_of(engine)}
     assert methods_of(engine)[-1] == "reset_prefix_cache"
     assert report.paused_s is None
-    assert "push/paused_s" not in report.metrics()
-    pusher.close()
+    assert "weight_sync/paused_s" not in report.metrics()
+    syncer.close()
 
 
 def test_a_rank_without_engines_pauses_none() -> None:
-    bystander = pusher_of([], in_flight=True)
+    bystander = syncer_of([], in_flight=True)
     with bystander.at_rest():
         bystander.connect()
-    report, error = bystander.push(1)
+    report, error = bystander.sync(1)
     assert (report.paused_s, error) == (None, None)
-    sent = PushReport(total_s=2.0, gather_s=1.0, send_s=1.0, num_bytes=8, paused_s=0.5)
+    sent = WeightSyncReport(total_s=2.0, gather_s=1.0, send_s=1.0, num_bytes=8, paused_s=0.5)
     assert slowest([report, sent]).paused_s == 0.5
 
 
 @pytest.mark.parametrize("refused", ["pause", "start_weight_update", "update_weights", "check_bits"])
-def test_a_push_that_fails_hands_the_error_back_and_lets_no_engine_go_on(refused: str) -> None:
+def test_a_sync_that_fails_hands_the_error_back_and_lets_no_engine_go_on(refused: str) -> None:
     """With parts of two policies; those who called it end the engines."""
 
     def refuse(method: str, kwargs: dict[str, Any]) -> Any:
@@ -92,27 +93,27 @@ def test_a_push_that_fails_hands_the_error_back_and_lets_no_engine_go_on(refused
         return agree(method, kwargs)
 
     engines = [ScriptedEngine(), ScriptedEngine(script=Script(control=refuse))]
-    pusher = pusher_of(engines, in_flight=True)
-    pusher.connect()
-    _, error = pusher.push(1, checks_bits=True)
+    syncer = syncer_of(engines, in_flight=True)
+    syncer.connect()
+    _, error = syncer.sync(1, checks_bits=True)
     assert str(error) == f"does not take {refused}"
     assert not any("resume" in methods_of(engine) for engine in engines)
-    pusher.close()
+    syncer.close()
 
 
-def test_calls_beside_a_push_pause_engines_and_do_not_resume_them_after_an_error() -> None:
+def test_calls_beside_a_sync_pause_engines_and_do_not_resume_them_after_an_error() -> None:
     engines = [ScriptedEngine(), ScriptedEngine()]
-    pusher = pusher_of(engines, in_flight=True)
-    with pusher.at_rest():
-        pusher.connect()
-    with pytest.raises(RuntimeError), pusher.at_rest():
+    syncer = syncer_of(engines, in_flight=True)
+    with syncer.at_rest():
+        syncer.connect()
+    with pytest.raises(RuntimeError), syncer.at_rest():
         raise RuntimeError
     for engine in engines:
         assert methods_of(engine) == ["pause", "init_weight_transfer_engine", "resume", "pause"]
-    pusher.close()
+    syncer.close()
 
 
-# Two engines are paused and go on when their group opens, then in each of two pushes.
+# Two engines are paused and go on when their group opens, then in each of two weight syncs.
 DEATHS = {
     "at a pause": [("pause", 5)],
     "amid an update": [("update_weights", 3)],
@@ -123,10 +124,10 @@ DEATHS = {
 
 
 @pytest.mark.parametrize("where", DEATHS)
-def test_whatever_breaks_a_push_no_engine_that_goes_on_is_left_paused(
+def test_whatever_breaks_a_sync_no_engine_that_goes_on_is_left_paused(
     where: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And none samples with parts of two policies: between a push that began and one that ended none goes on."""
+    """And none samples with parts of two policies: between a weight sync that began and one that ended none goes on."""
     versions: list[int] = []
     note = EnginePool.note_paused
 

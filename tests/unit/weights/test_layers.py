@@ -24,7 +24,7 @@ def test_which_parameters_may_share_a_layer_of_the_engine() -> None:
     assert len({group for name, group in experts.items() if ".layers.0.mlp." in name}) == 1  # router and experts
 
 
-def test_vllm_fuses_no_two_parameters_that_are_told_apart() -> None:
+def test_vllm_fuses_no_two_parameters_that_are_distinguished() -> None:
     """Read from vLLM's own tables of all its models, without importing them."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
@@ -45,7 +45,7 @@ def test_vllm_fuses_no_two_parameters_that_are_told_apart() -> None:
     assert seen > 50  # the tables were found
 
 
-def test_nothing_frozen_is_told_from_nothing_trained() -> None:
+def test_nothing_frozen_is_distinguished_from_nothing_trained() -> None:
     trained = tiny_model("llama-untied")
     assert frozen_names(trained) == frozenset()
     trained.requires_grad_(False)

@@ -10,8 +10,8 @@ import torch
 
 from grpo.engine.client import EngineError
 from grpo.place.timeouts import Timeouts
-from grpo.weights import push, sender
-from grpo.weights.push import Pusher
+from grpo.weights import sender, sync
+from grpo.weights.sync import WeightSyncer
 from tests.support.nccl_stand_in import MadeUpSource, StandInEngine, StandInTransport, Wire, only_streams_stand_in
 
 NUM_BUCKETS = 24
@@ -22,29 +22,29 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     only_streams_stand_in(monkeypatch)
 
 
-Connect = Callable[..., tuple[Pusher, StandInEngine, list[EngineError]]]
+Connect = Callable[..., tuple[WeightSyncer, StandInEngine, list[EngineError]]]
 
 
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> Connect:
-    """A pusher over one wire to one engine; and what was told at once."""
+    """A syncer over one wire to one engine; and what was reported at once."""
 
     def connect(
         source: MadeUpSource, wire: Wire, timeout_s: float = 30.0, **engine: Any
-    ) -> tuple[Pusher, StandInEngine, list[EngineError]]:
-        told: list[EngineError] = []
+    ) -> tuple[WeightSyncer, StandInEngine, list[EngineError]]:
+        reported: list[EngineError] = []
         stand_in = StandInEngine(wire, **engine)
-        monkeypatch.setitem(push.TRANSPORTS, "nccl", partial(StandInTransport, wire))
-        pusher = Pusher(
+        monkeypatch.setitem(sync.TRANSPORTS, "nccl", partial(StandInTransport, wire))
+        syncer = WeightSyncer(
             source,  # type: ignore[arg-type]
             [stand_in],
             backend="nccl",
             tensor_parallel_size=1,
             timeout_s=timeout_s,
-            tell=told.append,
+            tell=reported.append,
         )
-        pusher.connect()
-        return pusher, stand_in, told
+        syncer.connect()
+        return syncer, stand_in, reported
 
     return connect
 
@@ -62,8 +62,8 @@ def different(source: MadeUpSource, engine: StandInEngine) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_arrives_is_bit_equal(connected: Connect, dtype: torch.dtype) -> None:
     source = MadeUpSource(NUM_BUCKETS, dtype)
-    pusher, engine, _ = connected(source, Wire("cpu"))
-    report, error = pusher.push(1)
+    syncer, engine, _ = connected(source, Wire("cpu"))
+    report, error = syncer.sync(1)
     assert error is None
     assert different(source, engine) == []
     assert report.num_bytes == sum(tensor.nbytes for tensor in source.tensors.values())
@@ -73,18 +73,18 @@ def test_what_arrives_is_bit_equal(connected: Connect, dtype: torch.dtype) -> No
 def test_an_engine_that_answers_early_gets_wrong_weights(connected: Connect) -> None:
     """The test above can fail: a buffer is filled again when its broadcast is over, or nobody takes any more."""
     source = MadeUpSource(NUM_BUCKETS, torch.float32)
-    pusher, engine, _ = connected(source, Wire("cpu"), answers_early=True)
-    _, error = pusher.push(1)
+    syncer, engine, _ = connected(source, Wire("cpu"), answers_early=True)
+    _, error = syncer.sync(1)
     engine.finish()
     assert error is None
     assert len(engine.arrived) == len(source.tensors)
     assert len(different(source, engine)) > NUM_BUCKETS / 2
 
 
-def test_buffers_exist_during_a_push_alone(connected: Connect) -> None:
+def test_buffers_exist_during_a_sync_alone(connected: Connect) -> None:
     source = MadeUpSource(NUM_BUCKETS, torch.bfloat16)
-    pusher, _, _ = connected(source, Wire("cpu"))
-    transport = pusher._transport
+    syncer, _, _ = connected(source, Wire("cpu"))
+    transport = syncer._transport
     assert isinstance(transport, StandInTransport)
     held: list[int] = []
     fill = source.fill
@@ -96,30 +96,30 @@ def test_buffers_exist_during_a_push_alone(connected: Connect) -> None:
     source.fill = watched  # type: ignore[method-assign]
     for version in (1, 2):
         assert transport._buffers == {}
-        _, error = pusher.push(version)
+        _, error = syncer.sync(version)
         assert error is None
     assert transport._buffers == {}
     assert max(held) == sender.NUM_BUFFERS * source.buffer_bytes
 
 
-def test_a_broadcast_that_fails_ends_the_push_after_the_whole_walk(connected: Connect) -> None:
+def test_a_broadcast_that_fails_ends_the_sync_after_the_whole_walk(connected: Connect) -> None:
     source = MadeUpSource(NUM_BUCKETS, torch.float32)
     wire = Wire("cpu", fails_at=3)
-    pusher, engine, _ = connected(source, wire, hangs=False)
-    _, error = pusher.push(1)
+    syncer, engine, _ = connected(source, wire, hangs=False)
+    _, error = syncer.sync(1)
     assert isinstance(error, EngineError)
     assert "NCCL error: unhandled system error" in str(error)
     assert source.num_fills == NUM_BUCKETS  # the other ranks gather with this one
     assert wire.destroyed.is_set()
     assert "finish_weight_update" not in engine.methods()
 
-    _, again = pusher.push(2)  # nothing is sent over what is broken, and nobody is left in a gather
+    _, again = syncer.sync(2)  # nothing is sent over what is broken, and nobody is left in a gather
     assert "ended by an earlier failure" in str(again)
     assert source.num_fills == 2 * NUM_BUCKETS
     assert engine.methods().count("start_weight_update") == 1
 
     fresh, other_engine, _ = connected(source, Wire("cpu"))
-    _, error = fresh.push(3)
+    _, error = fresh.sync(3)
     assert error is None
     assert different(source, other_engine) == []
 
@@ -127,32 +127,32 @@ def test_a_broadcast_that_fails_ends_the_push_after_the_whole_walk(connected: Co
 def test_an_engines_death_is_the_cause_and_not_the_broadcast_that_it_breaks(connected: Connect) -> None:
     source = MadeUpSource(NUM_BUCKETS, torch.float32)
     wire = Wire("cpu", fails_at=3)
-    pusher, _, _ = connected(source, wire, dies_at=3)
-    _, error = pusher.push(1)
+    syncer, _, _ = connected(source, wire, dies_at=3)
+    _, error = syncer.sync(1)
     assert "was killed by signal 9" in str(error)
     assert source.num_fills == NUM_BUCKETS
 
 
 def test_an_engine_that_is_gone_before_the_first_broadcast(connected: Connect) -> None:
     source = MadeUpSource(4, torch.float32)
-    pusher, _, told = connected(source, Wire("cpu", holds=True), dies_at=0)
+    syncer, _, reported = connected(source, Wire("cpu", holds=True), dies_at=0)
     began = time.monotonic()
-    _, error = pusher.push(1)
+    _, error = syncer.sync(1)
     assert "was killed by signal 9" in str(error)
     assert time.monotonic() - began < 20  # the broadcast was ended; WIRE_S is 30
     assert source.num_fills == 4
-    assert told == []
+    assert reported == []
 
 
 def test_an_engine_that_says_nothing_lets_the_deadline_pass(connected: Connect) -> None:
     source = MadeUpSource(4, torch.float32)
-    pusher, _, told = connected(source, Wire("cpu", holds=True), timeout_s=1.0, hangs=True)
-    _, error = pusher.push(1)
+    syncer, _, reported = connected(source, Wire("cpu", holds=True), timeout_s=1.0, hangs=True)
+    _, error = syncer.sync(1)
     assert "has not taken bucket 1 of 4 within 3 s" in str(error)
-    assert told == []
+    assert reported == []
 
 
-def test_a_broadcast_that_nothing_ends_is_told(connected: Connect) -> None:
+def test_a_broadcast_that_nothing_ends_is_reported(connected: Connect) -> None:
     """NCCL may hold the main thread even after an abort; the failure watch then ends this rank."""
     source = MadeUpSource(4, torch.float32)
 
@@ -161,14 +161,14 @@ def test_a_broadcast_that_nothing_ends_is_told(connected: Connect) -> None:
             self.deaf_until = time.monotonic() + 60
 
     wire = Deaf("cpu", holds=True)
-    pusher, _, told = connected(source, wire, timeout_s=0.2, hangs=True)
-    pusher.timeouts = Timeouts(push_stuck_s=0.5)
-    tell = pusher.tell
+    syncer, _, reported = connected(source, wire, timeout_s=0.2, hangs=True)
+    syncer.timeouts = Timeouts(sync_stuck_s=0.5)
+    tell = syncer.tell
 
     def release(error: EngineError) -> None:
         tell(error)
         wire.destroyed.set()
 
-    pusher.tell = release
-    pusher.push(1)
-    assert [str(error) for error in told] == ["bucket 1 is stuck on its way to the engines: 1 s"]
+    syncer.tell = release
+    syncer.sync(1)
+    assert [str(error) for error in reported] == ["bucket 1 is stuck on its way to the engines: 1 s"]

@@ -11,7 +11,7 @@ from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.engines import Script
-from tests.support.own_positions import PADS, prover_of, random_model, scores
+from tests.support.own_positions import PADS, random_model, scores, verifier_of
 from tests.support.scripted_trainer import make_trainer, use_scripted_engines
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -23,7 +23,7 @@ def test_positions_are_given_where_pads_would_change_them(model_type: str) -> No
         add_fused_lm_head(each)
     wanted = scores(model, 0)
     assert (scores(model, PADS) - wanted).abs().mean() > 0.1, "the fault is TRL's own"
-    prover_of(model, reference=reference).prove(1, engines_work=False)
+    verifier_of(model, reference=reference).verify(1, engines_work=False)
     for each in (model, reference):
         torch.testing.assert_close(scores(each, PADS), wanted, rtol=0, atol=1e-5)
         torch.testing.assert_close(scores(each, 0), wanted, rtol=0, atol=0)
@@ -47,7 +47,7 @@ def test_they_reach_the_loss_and_what_peft_wraps() -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     wanted = torch.autograd.grad(scores(wrapped, 0).sum(), parameters)
-    prover_of(base).prove(1, engines_work=False)
+    verifier_of(base).verify(1, engines_work=False)
     found = torch.autograd.grad(scores(wrapped, PADS).sum(), parameters)
     torch.testing.assert_close(found, wanted, **settings)
 
@@ -57,21 +57,21 @@ def test_models_that_pads_do_not_change_are_left_alone(family: str) -> None:
     model = tiny_model(family)
     add_fused_lm_head(model)
     before = scores(model, PADS)
-    prover_of(model, has_routers=family == "qwen3-moe").prove(1, engines_work=False)
+    verifier_of(model, has_routers=family == "qwen3-moe").verify(1, engines_work=False)
     assert torch.equal(scores(model, PADS), before)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_rounding_of_bfloat16_is_no_reason() -> None:
     model = tiny_model("llama-untied").to(torch.bfloat16)
-    prover_of(model).prove(1, engines_work=False)
+    verifier_of(model).verify(1, engines_work=False)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_a_model_that_does_not_look_at_the_mask_is_refused() -> None:
     model = random_model("rwkv")
     with pytest.raises(ValueError, match=r"of a rwkv depend .*\[GRPO-211\]: with 8 of them .* takes no position_ids"):
-        prover_of(model).prove(1, engines_work=False)
+        verifier_of(model).verify(1, engines_work=False)
 
 
 def test_one_that_positions_do_not_mend_is_refused_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_one_that_positions_do_not_mend_is_refused_and_left_as_it_was(monkeypatc
 
     monkeypatch.setattr(type(model.transformer), "forward", blind)
     with pytest.raises(ValueError, match=r"of a gpt2 depend .*\[GRPO-211\].* with position_ids by"):
-        prover_of(model).prove(1, engines_work=False)
+        verifier_of(model).verify(1, engines_work=False)
     assert not model.transformer._forward_pre_hooks
 
 
@@ -97,7 +97,7 @@ def test_every_rank_goes_by_the_largest_difference_of_any() -> None:
         asked.append(mine)
         return max(mine, next(of_others))
 
-    prover_of(model, largest=largest).prove(1, engines_work=False)
+    verifier_of(model, largest=largest).verify(1, engines_work=False)
     assert len(asked) == 2
     assert max(asked) < 1e-5
     assert model.model._forward_pre_hooks

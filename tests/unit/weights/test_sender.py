@@ -1,4 +1,4 @@
-"""The thread that tells the engines of a push while its buckets are filled, over scripted engines."""
+"""The thread that tells the engines of a weight sync while its buckets are filled, over scripted engines."""
 
 import threading
 from typing import Any
@@ -70,7 +70,7 @@ class ScriptedEngines:
         for number in range(len(info["sizes"])):
             while not self.may_take.acquire(timeout=0.05):
                 if self._transport.aborted.is_set():
-                    raise EngineError("the trainer has given the push up")
+                    raise EngineError("the trainer has given the weight sync up")
             if number == self._refuses_at:
                 raise EngineError("does not take it")
             with self._transport.changed:
@@ -223,7 +223,7 @@ def test_sender_that_pauses_asks_the_engines_for_nothing_before_a_bucket_is_fill
 def test_sender_over_a_broken_transport_does_not_pause_the_engines() -> None:
     class Broken(ScriptedTransport):
         def begin(self) -> None:
-            raise EngineError("the push group was ended")
+            raise EngineError("the weight sync group was ended")
 
     transport = Broken()
     engines = ScriptedEngines(transport)
@@ -236,5 +236,5 @@ def test_sender_over_a_broken_transport_does_not_pause_the_engines() -> None:
         timeout_s=5.0,
         pause=engines.pause,
     )
-    assert str(sender.finish(lambda: None)) == "the push group was ended"
+    assert str(sender.finish(lambda: None)) == "the weight sync group was ended"
     assert engines.calls == []

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from grpo.engine.client import EngineError
-from grpo.weights.push import Pusher
 from grpo.weights.shm import ShmTransport
+from grpo.weights.sync import WeightSyncer
 from grpo.weights.worker import BucketsInfo, CountedShmEngine, ShmInitInfo
 from tests.support.engines import Script, ScriptedEngine, agree
 from tests.support.nccl_stand_in import MadeUpSource
 
 
 class SlowToDie:
-    """Two engines of one worker each, behind scripted clients; the second one dies between two buckets of the push."""
+    """Two engines of one worker each, behind scripted clients; the second one dies between two buckets of the weight
+    sync."""
 
     def __init__(self, dies_at: int | None) -> None:
         self.engines = [ScriptedEngine(f"engine {number}", Script(control=self.controls(number))) for number in (0, 1)]
@@ -53,20 +54,20 @@ class SlowToDie:
 
 
 @pytest.mark.parametrize("dies_at", [None, 5])
-def test_shared_memory_engine_that_dies_between_two_buckets_ends_the_push(dies_at: int | None) -> None:
+def test_shared_memory_engine_that_dies_between_two_buckets_ends_the_sync(dies_at: int | None) -> None:
     """The other one hears of it at once, and the other ranks gather to the end."""
     source = MadeUpSource(12, torch.bfloat16)
     node = SlowToDie(dies_at)
-    pusher = Pusher(source, node.engines, backend="shm", tensor_parallel_size=1, timeout_s=60.0)  # type: ignore[arg-type]
-    pusher.connect()
+    syncer = WeightSyncer(source, node.engines, backend="shm", tensor_parallel_size=1, timeout_s=60.0)  # type: ignore[arg-type]
+    syncer.connect()
     begun = time.monotonic()
-    _, error = pusher.push(1)
+    _, error = syncer.sync(1)
     assert time.monotonic() - begun < 30
     assert source.num_fills == 12
     heads = [f"bucket{number}.0" for number in range(12)]
     if dies_at is None:
         assert error is None
-        _, error = pusher.push(2)
+        _, error = syncer.sync(2)
         assert error is None
         assert node.loaded == [heads * 2, heads * 2]
     else:
@@ -74,13 +75,13 @@ def test_shared_memory_engine_that_dies_between_two_buckets_ends_the_push(dies_a
         assert node.gave_up.wait(20)
         assert node.loaded[1] == heads[:dies_at]
         assert len(node.loaded[0]) < 12
-        _, error = pusher.push(2)
+        _, error = syncer.sync(2)
         assert "ended by an earlier failure" in str(error)
-    pusher.close()
+    syncer.close()
 
 
-def test_shared_memory_buffer_is_free_when_all_workers_of_this_push_have_read_it() -> None:
-    """What they have said of the last push counts for nothing: not all of it is read when they have answered."""
+def test_shared_memory_buffer_is_free_when_all_workers_of_this_sync_have_read_it() -> None:
+    """What they have said of the last weight sync counts for nothing: not all of it is read when they have answered."""
     transport = ShmTransport(buffer_bytes=64, num_workers=2)
     try:
         transport._taken[0].write(bytes([0, 1]))

@@ -1,4 +1,4 @@
-"""What a push sends: what `save_pretrained` writes, in the engines' forms, without what they hold already."""
+"""What a weight sync sends: what `save_pretrained` writes, in the engines' forms, without what they hold already."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ MB = 2**20
 
 
 def walk(source: GatheredSource) -> dict[str, torch.Tensor]:
-    """Everything that the next push of `source` takes."""
+    """Everything that the next weight sync of `source` takes."""
     taken = {}
     for bucket in source.plan().buckets:
         buffer = torch.empty(packed_bytes(bucket.metas), dtype=torch.uint8)

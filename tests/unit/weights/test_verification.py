@@ -69,15 +69,15 @@ def freeze_a_layer(trainer: GRPOTrainer) -> set[str]:
     return {f"model.layers.0.{name}" for name, _ in layer.named_parameters()}
 
 
-def names_sent(script: Script, push: int) -> set[str]:
-    """Of the `push`-th weight sync, counted from 1, to the first engine."""
+def names_sent(script: Script, sync: int) -> set[str]:
+    """Of the `sync`-th weight sync, counted from 1, to the first engine."""
     syncs: list[set[str]] = []
     for method, kwargs in script.started[0].calls:
         if method == "start_weight_update":
             syncs.append(set())
         elif method == "update_weights":
             syncs[-1].update(kwargs["update_info"]["names"])
-    return syncs[push - 1]
+    return syncs[sync - 1]
 
 
 def test_a_full_sync_that_is_required_is_whole_and_verified(
@@ -209,9 +209,9 @@ def test_beyond_the_tightened_limit_alone_a_run_goes_on_with_one_warning(
     assert "weight sync 4, which sent the whole model once more [GRPO-509]" in first
     assert "by 2 nats in the mean and 2 at most, the limit is 1 " in first
     assert "by 5 nats" in second, "more than twice what the last one said"
-    lines = [line for line in trainer.state.log_history if "push/logprob_gap_mean" in line]
-    assert [line["push/logprob_gap_judged"] for line in lines] == pytest.approx([0.01, 0.5, 2, 2, 5], rel=1e-3)
-    assert {line["push/logprob_gap_limit"] for line in lines} == {1.0}
+    lines = [line for line in trainer.state.log_history if "weight_sync/logprob_gap_mean" in line]
+    assert [line["weight_sync/logprob_gap_judged"] for line in lines] == pytest.approx([0.01, 0.5, 2, 2, 5], rel=1e-3)
+    assert {line["weight_sync/logprob_gap_limit"] for line in lines} == {1.0}
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

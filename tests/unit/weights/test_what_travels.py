@@ -48,7 +48,7 @@ class AfterStep2(TrainerCallback):
             self._act()
 
 
-def pushes(script: Script) -> list[tuple[bool, bool]]:
+def syncs(script: Script) -> list[tuple[bool, bool]]:
     """Of each: whether the frozen norm was in it, and whether its bits were checked."""
     found: list[tuple[bool, bool]] = []
     for method, kwargs in script.started[0].calls:
@@ -84,4 +84,4 @@ def test_frozen_weights_travel_when_they_were_written_to_and_in_a_new_training(
     tiny_model: Path, tmp_path: Path, script: Script
 ) -> None:
     train_twice(tiny_model, tmp_path, script, lambda norm: norm.data.add_(1))  # torch counts no write to it
-    assert pushes(script) == [(True, True), (False, True), (True, True)] * 2
+    assert syncs(script) == [(True, True), (False, True), (True, True)] * 2

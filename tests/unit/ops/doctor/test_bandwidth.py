@@ -58,7 +58,7 @@ def test_rounds_hold_every_pair_once_and_are_disjoint(num_nodes: int) -> None:
     assert len(partners_of(5, 64)) == 8
 
 
-def test_a_slow_node_is_told_from_a_slow_path() -> None:
+def test_a_slow_node_is_distinguished_from_a_slow_path() -> None:
     healthy = {(0, 1): 40.0, (0, 2): 41.0, (0, 3): 39.0, (1, 2): 40.0, (1, 3): 38.0, (2, 3): 42.0}
     assert find_slow(healthy) == {}
     slow_node = {**healthy, (0, 2): 9.0, (1, 2): 10.0, (2, 3): 8.0}
@@ -93,12 +93,12 @@ def test_results_become_a_verdict() -> None:
     results[3] = replace(results[3], broken={"bfloat16": "no"})
     assert RankResult.loads(results[3].dumps()) == results[3]
     verdict = judge_bandwidth(results, backend="nccl", num_bytes=10**9, pair_bytes=10**9, model_bytes=15 * 10**9)
-    told = {(f.check, f.status): f.message for f in verdict.findings}
-    assert told["number formats", WARN] == "nccl on CPUs does not carry bfloat16: no"
-    assert told["inside a node", PASS] == "all-reduce 10.00..10.00 GB/s, all-gather 5.00..5.00 GB/s among 2 ranks"
-    assert told["across nodes", PASS] == "all-reduce 0.83 GB/s, all-gather 0.28 GB/s over 6 ranks on 3 nodes"
-    assert told["one push", PASS].startswith("about 45.0 s to gather 15.0 GB")
-    assert told["pairs of nodes", WARN] == "n2 is slow: 2.00 GB/s with its best partner, 20.00 between others"
+    reported = {(f.check, f.status): f.message for f in verdict.findings}
+    assert reported["number formats", WARN] == "nccl on CPUs does not carry bfloat16: no"
+    assert reported["inside a node", PASS] == "all-reduce 10.00..10.00 GB/s, all-gather 5.00..5.00 GB/s among 2 ranks"
+    assert reported["across nodes", PASS] == "all-reduce 0.83 GB/s, all-gather 0.28 GB/s over 6 ranks on 3 nodes"
+    assert reported["one weight sync", PASS].startswith("about 45.0 s to gather 15.0 GB")
+    assert reported["pairs of nodes", WARN] == "n2 is slow: 2.00 GB/s with its best partner, 20.00 between others"
     assert verdict.exit_code == 0
 
 
@@ -116,11 +116,11 @@ def test_nodes_with_different_numbers_of_ranks_are_compared_by_what_all_have() -
         for local_rank in range(ranks)
     ]
     verdict = judge_bandwidth(results, backend="nccl", num_bytes=10**9, pair_bytes=10**9, model_bytes=None)
-    told = {(f.check, f.status): f.message for f in verdict.findings}
+    reported = {(f.check, f.status): f.message for f in verdict.findings}
     # 2 x 1/2 x 1 GB in 0.2 s, and 2 x 2/3 x 1 GB in 0.3 s
-    assert told["inside a node", PASS] == "all-reduce 4.44..5.00 GB/s among 2..3 ranks"
-    assert told["across nodes", PASS] == "all-reduce 1.67 GB/s over 6 ranks on 3 nodes"
-    assert told["pairs of nodes", PASS] == "10.00 (n0 and n1) to 10.00 GB/s each way between 3 pairs"
+    assert reported["inside a node", PASS] == "all-reduce 4.44..5.00 GB/s among 2..3 ranks"
+    assert reported["across nodes", PASS] == "all-reduce 1.67 GB/s over 6 ranks on 3 nodes"
+    assert reported["pairs of nodes", PASS] == "10.00 (n0 and n1) to 10.00 GB/s each way between 3 pairs"
 
 
 def test_a_node_that_is_slow_inside_and_a_path_that_is_slow_are_named() -> None:
@@ -147,7 +147,7 @@ def test_one_node_has_nothing_across_and_no_pairs() -> None:
     verdict = judge_bandwidth(results, backend="gloo", num_bytes=10**9, pair_bytes=10**9, model_bytes=None)
     checks = {finding.check for finding in verdict.findings}
     assert "inside a node" in checks
-    assert checks.isdisjoint({"across nodes", "pairs of nodes", "one push"})
+    assert checks.isdisjoint({"across nodes", "pairs of nodes", "one weight sync"})
 
 
 def test_nodes_on_one_host_are_numbered() -> None:
@@ -186,7 +186,7 @@ def test_broken_formats_names_what_an_all_reduce_refuses_or_adds_up_wrongly(monk
 
 
 @pytest.mark.parametrize(
-    ("job", "broken", "told"),
+    ("job", "broken", "reported"),
     [
         (None, {}, [(PASS, "gloo on CPUs carries float32, bfloat16, float16")]),
         (("float32", "float16"), {}, [(PASS, "gloo on CPUs carries float32, float16")]),
@@ -196,10 +196,10 @@ def test_broken_formats_names_what_an_all_reduce_refuses_or_adds_up_wrongly(monk
     ],
 )
 def test_a_format_that_the_job_needs_is_a_failure(
-    job: tuple[str, ...] | None, broken: dict[str, str], told: list[tuple[Status, str]]
+    job: tuple[str, ...] | None, broken: dict[str, str], reported: list[tuple[Status, str]]
 ) -> None:
     results = [RankResult(node=0, host="n"), RankResult(node=0, host="n", broken=broken)]
     verdict = judge_bandwidth(
         results, backend="gloo", num_bytes=8, pair_bytes=8, model_bytes=None, device="CPUs", job_dtypes=job
     )
-    assert [(each.status, each.message) for each in verdict.findings if each.check == "number formats"] == told
+    assert [(each.status, each.message) for each in verdict.findings if each.check == "number formats"] == reported

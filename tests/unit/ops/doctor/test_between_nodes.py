@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from grpo.ops.doctor.between_nodes import compare, judge, judge_meeting
+from grpo.ops.doctor.between_nodes import compare, judge, judge_rendezvous
 from grpo.ops.doctor.records import DoctorVerdict, Examination, Finding, Status
-from grpo.ops.meeting.expected import Place
-from grpo.ops.meeting.meeting import Attendance, NodeArrival
-from grpo.ops.meeting.trouble import Trouble
+from grpo.ops.rendezvous.expected import Place
+from grpo.ops.rendezvous.rendezvous import Attendance, NodeArrival
+from grpo.ops.rendezvous.trouble import Trouble
 
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
 
@@ -69,13 +69,13 @@ def test_a_host_name_that_resolves_to_loopback() -> None:
     assert wrong(report("a"), report("b", own_address="", network="")) == []  # the check itself failed, and said so
     blind = [report(node, own_address="127.0.0.1", network="") for node in "ab"]
     assert [each.check for each in compare(blind)].count("own address") == 0  # of which nothing is known
-    told = {"variables": {"GLOO_SOCKET_IFNAME": "eth0"}}
-    assert wrong(report("a", **told), report("b", own_address="127.0.1.1", **told)) == []
+    reported = {"variables": {"GLOO_SOCKET_IFNAME": "eth0"}}
+    assert wrong(report("a", **reported), report("b", own_address="127.0.1.1", **reported)) == []
 
 
-def test_nccl_told_another_interface_than_the_one_that_joins_the_nodes() -> None:
-    told = {"variables": {"NCCL_SOCKET_IFNAME": "^lo,eth"}}
-    assert [found[0] for found in wrong(report("a", **told), report("b", **told))] == ["route", "route"]
+def test_nccl_given_another_interface_than_the_one_that_joins_the_nodes() -> None:
+    reported = {"variables": {"NCCL_SOCKET_IFNAME": "^lo,eth"}}
+    assert [found[0] for found in wrong(report("a", **reported), report("b", **reported))] == ["route", "route"]
 
 
 def test_the_verdict_merges_what_nodes_share_and_survives_the_wire() -> None:
@@ -98,17 +98,17 @@ def test_the_head_judges_who_came_and_what_they_brought() -> None:
     missing = Trouble(message="d did not come", fix="start it", nodes=("d",))
     another = json.dumps({"node": "c", "host": "c", "news": 1})
     came = (arrival("b", report("b").dumps()), arrival("c", another))
-    verdict = judge_meeting(
+    verdict = judge_rendezvous(
         here, report("a", route_source=""), Attendance(arrivals=came, troubles=(missing,), waited_s=1.0)
     )
     joined = [(f.status, f.nodes, f.message) for f in verdict.findings if f.check == "join"]
     assert joined[0] == (FAIL, ("d",), "d did not come")
     assert joined[1][:2] == (FAIL, ("c",))
-    told = "c runs another version of grpo: no Examination of this version: news: Unexpected keyword argument"
-    assert joined[1][2] == told
+    reported = "c runs another version of grpo: no Examination of this version: news: Unexpected keyword argument"
+    assert joined[1][2] == reported
     assert [(one.node, one.clock_offset_s) for one in verdict.reports] == [("a", 0.01), ("b", -5.0)]
     assert "5.0 s behind a" in [finding.message for finding in verdict.findings]
 
-    well = judge_meeting(here, report("a"), Attendance(arrivals=came[:1], troubles=(), waited_s=1.25))
+    well = judge_rendezvous(here, report("a"), Attendance(arrivals=came[:1], troubles=(), waited_s=1.25))
     (joined_well,) = (finding for finding in well.findings if finding.check == "join")
     assert (joined_well.status, joined_well.message) == (PASS, "all 4 nodes came within 1.2 s")

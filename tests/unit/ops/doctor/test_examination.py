@@ -29,7 +29,7 @@ def test_the_doctor_loads_no_engine_and_no_trainer() -> None:
 
 
 def test_a_check_that_fails_by_itself_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(error: Exception) -> Finding:
+    def reported(error: Exception) -> Finding:
         def check() -> Finding:
             raise error
 
@@ -37,7 +37,7 @@ def test_a_check_that_fails_by_itself_is_a_finding(monkeypatch: pytest.MonkeyPat
         assert isinstance(found, Finding)
         return found
 
-    hanging, broken = told(TimeoutError("no answer within 20 s")), told(PermissionError("not yours"))
+    hanging, broken = reported(TimeoutError("no answer within 20 s")), reported(PermissionError("not yours"))
     assert (hanging.status, hanging.message) == (FAIL, "no answer within 20 s")
     assert (broken.status, broken.message) == (WARN, "could not be checked: PermissionError: not yours")
 
@@ -73,13 +73,13 @@ def test_the_table_has_one_row_for_all_that_pass() -> None:
     ]
 
 
-@pytest.mark.parametrize(("status", "is_told"), [(Status.PASS, True), (Status.FAIL, False)])
-def test_the_next_step_is_told_below_a_verdict_that_is_no_fail(
-    status: Status, is_told: bool, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("status", "is_reported"), [(Status.PASS, True), (Status.FAIL, False)])
+def test_the_next_step_is_reported_below_a_verdict_that_is_no_fail(
+    status: Status, is_reported: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verdict = DoctorVerdict(nodes=("a", "b"), findings=(Finding(check="disk", status=status, message="5 GiB"),))
     table.show(verdict, as_json=False, next_step="then start the second stage")
-    assert ("then start the second stage" in capsys.readouterr().out) is is_told
+    assert ("then start the second stage" in capsys.readouterr().out) is is_reported
 
 
 @pytest.mark.parametrize(

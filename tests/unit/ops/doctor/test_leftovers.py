@@ -11,7 +11,7 @@ import pytest
 
 from grpo.ops.doctor import leftovers
 from grpo.ops.doctor.records import Status
-from tests.support.doctored import GIB, room
+from tests.support.doctored import GIB, space
 
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
 
@@ -80,7 +80,7 @@ def test_a_segment_that_is_mapped_alone_is_held(tmp_path: Path) -> None:
 def test_a_container_with_little_shared_memory(
     free_bytes: int, has_gpus: bool, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda _: room(free_bytes))
+    monkeypatch.setattr(os, "statvfs", lambda _: space(free_bytes))
     (finding,) = leftovers.check_shared_memory(has_gpus=has_gpus, folder=tmp_path)
     assert (finding.status, "--shm-size=16g" in finding.fix) == (status, True)
 

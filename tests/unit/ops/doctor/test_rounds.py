@@ -10,7 +10,7 @@ import pytest
 from grpo.cli import main
 from grpo.ops.doctor import report, rounds
 from grpo.ops.doctor.records import DoctorVerdict, Examination
-from grpo.ops.meeting import meeting
+from grpo.ops.rendezvous import rendezvous
 from tests.support.launching import free_port
 
 Doctor = Callable[..., int]
@@ -24,7 +24,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch) -> Doctor:
         return Examination(node=node, host=node)
 
     monkeypatch.setattr(report, "examine", examine)
-    monkeypatch.setattr(meeting, "GRACE_S", 0.0)
+    monkeypatch.setattr(rendezvous, "GRACE_S", 0.0)
 
     def run(node: str, port: int, *options: str) -> int:
         here = ["--nodes", "a,b", "--node-name", node, "--head", "127.0.0.1", "--port", str(port)]
@@ -52,10 +52,10 @@ def test_a_process_that_comes_after_the_table_fails_as_the_head_does(
         assert (first.result(), second, head) == (0, [1], 1)
     out, err = capsys.readouterr()
     late = "a process came as b when the verdict of the head a stood already, for another process that had come as b"
-    told = f"join: {late} → start one per node: srun --ntasks-per-node=1 grpo doctor"
+    reported = f"join: {late} → start one per node: srun --ntasks-per-node=1 grpo doctor"
     assert "grpo doctor: PASS" in out
-    assert f"grpo doctor on b: FAIL: {told}" in out
-    assert f"grpo doctor on a: FAIL: {told}" in err
+    assert f"grpo doctor on b: FAIL: {reported}" in out
+    assert f"grpo doctor on a: FAIL: {reported}" in err
 
 
 def test_a_node_that_does_not_come_is_in_the_heads_table(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:

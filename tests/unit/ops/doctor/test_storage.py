@@ -1,4 +1,4 @@
-"""Open files, room, and models and data sets that a node without network must hold already."""
+"""Open files, space, and models and data sets that a node without network must hold already."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from grpo.ops.doctor import storage
 from grpo.ops.doctor.records import Finding, Status
-from tests.support.doctored import GIB, room
+from tests.support.doctored import GIB, space
 
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
 
@@ -37,29 +37,29 @@ def test_few_open_files(soft: int, hard: int, fix: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("found", "status"),
     [
-        (room(100 * GIB), PASS),
-        (room(100 * GIB, inodes=0, all_inodes=0), PASS),  # a file system without a fixed number of them
-        (room(10 * GIB), WARN),
-        (room(100 * GIB, inodes=5000), WARN),
-        (room(GIB // 2), FAIL),
-        (room(100 * GIB, inodes=10), FAIL),
+        (space(100 * GIB), PASS),
+        (space(100 * GIB, inodes=0, all_inodes=0), PASS),  # a file system without a fixed number of them
+        (space(10 * GIB), WARN),
+        (space(100 * GIB, inodes=5000), WARN),
+        (space(GIB // 2), FAIL),
+        (space(100 * GIB, inodes=10), FAIL),
     ],
 )
-def test_room_for_checkpoints(
+def test_space_for_checkpoints(
     found: SimpleNamespace, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: found)
-    assert storage.check_room(tmp_path).status is status
+    assert storage.check_space(tmp_path).status is status
 
 
 def test_an_output_path_that_cannot_be_written() -> None:
-    finding = storage.check_room(Path("/proc/grpo"))  # no user may make a file there
+    finding = storage.check_space(Path("/proc/grpo"))  # no user may make a file there
     assert finding.status is FAIL
     assert finding.message.startswith("/proc: cannot be written: ")
 
 
-def test_room_at_an_output_path_that_does_not_exist_yet(tmp_path: Path) -> None:
-    finding = storage.check_room(tmp_path / "runs" / "1")
+def test_space_at_an_output_path_that_does_not_exist_yet(tmp_path: Path) -> None:
+    finding = storage.check_space(tmp_path / "runs" / "1")
     assert finding.message.startswith(f"{tmp_path}: ")
     assert not list(tmp_path.iterdir())
 

@@ -54,7 +54,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def test_an_adapter_is_for_all_to_read_and_its_base_not_loaded_where_there_is_no_room_to_merge(
+def test_an_adapter_is_for_all_to_read_and_its_base_not_loaded_where_there_is_no_space_to_merge(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -184,7 +184,7 @@ def test_a_file_that_was_cut_short_is_named(checkpoint: Path, tmp_path: Path) ->
         export(checkpoint, tmp_path / "out", Options(allow_incomplete=True))
 
 
-def test_a_folder_without_a_model_is_told(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_reported(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"has no config\.json: give a checkpoint-<step> folder"):
         export(tmp_path / "empty", tmp_path / "out", Options())
@@ -217,7 +217,7 @@ def test_disk_and_memory_are_looked_at_first(checkpoint: Path, tmp_path: Path, m
         export(checkpoint, tmp_path / "out", Options())  # what is not cast stays in its file until it is written
 
 
-def test_weights_of_another_model_are_told(checkpoint: Path, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_reported(checkpoint: Path, tmp_path: Path) -> None:
     edit_config(checkpoint, intermediate_size=264)
     here = sum(tensor.numel() for tensor in weights(checkpoint).values())
     wanted = here + 2 * 3 * 8 * 128
@@ -290,7 +290,7 @@ def test_nothing_half_written_is_left(
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_a_checkpoint_without_a_tokenizer_is_told(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_tokenizer_is_reported(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "tokenizer_config.json").unlink()
     declare_complete(checkpoint)
     (note,) = export(checkpoint, tmp_path / "out", Options()).notes

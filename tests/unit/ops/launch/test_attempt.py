@@ -35,10 +35,10 @@ def make_attempt(folder: Path, number: int = 0, *, has_trainer: bool = True, **s
     return attempt
 
 
-def test_the_trainer_is_told_when_the_launcher_was_started(tmp_path: Path) -> None:
-    """Before the doctor and the meeting: a request to stop that is made meanwhile is for this attempt."""
-    told = make_attempt(tmp_path, has_trainer=False).variables()
-    assert (told["GRPO_LAUNCHED"], told["GRPO_STARTED"]) == ("50.0", "100.0")
+def test_the_trainer_is_given_the_time_when_the_launcher_was_started(tmp_path: Path) -> None:
+    """Before the doctor and the rendezvous: a request to stop that is made meanwhile is for this attempt."""
+    reported = make_attempt(tmp_path, has_trainer=False).variables()
+    assert (reported["GRPO_LAUNCHED"], reported["GRPO_STARTED"]) == ("50.0", "100.0")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from grpo.ops.launch import agent, command, line
 from grpo.ops.launch.agent import Ending
 from grpo.ops.launch.line import Rendezvous, Script
 from grpo.ops.launch.next_attempt import DONE, FAILED
-from grpo.ops.meeting.expected import Place
+from grpo.ops.rendezvous.expected import Place
 from grpo.place.files import read_settings
 from grpo.record.files import note_failure
 from grpo.record.folder import RunFolder
@@ -92,7 +92,7 @@ def test_a_file_for_gpus_is_refused_where_there_is_none(flags: tuple[str, ...], 
         command._line(args, script, settings, at, asked, on_gpus=False)
 
 
-def test_a_job_without_the_memory_is_told_how_to_plan_it(
+def test_a_job_without_the_memory_is_shown_how_to_plan_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_launcher(*_: object, **__: object) -> Ending:
@@ -163,10 +163,10 @@ def test_secrets_are_on_no_screen(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_secrets_are_compared_by_a_digest() -> None:
-    told = [
+    reported = [
         command._inputs(*read("-m", *(word.replace("xyz", token) for word in SECRETS)))["arguments"]
         for token in ("xyz", "xyz", "other")
     ]
-    assert told[0] == told[1] != told[2]
-    assert not [text for text in told for secret in ("xyz", "other", "abc", "pass@") if secret in text]
+    assert reported[0] == reported[1] != reported[2]
+    assert not [text for text in reported for secret in ("xyz", "other", "abc", "pass@") if secret in text]
     assert command._inputs(*read("-m", "mine", "--lr", "1e-6"))["arguments"] == "--lr 1e-6"

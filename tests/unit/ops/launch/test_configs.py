@@ -89,7 +89,7 @@ def test_accelerate_reads_the_layout(name: str):
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout[1]])
 def test_the_layout_is_one_that_a_node_accepts(name: str):
     machines, gpus, reserved, tensor_parallel_size, processes = LAYOUTS[name]
-    told = Launch(
+    reported = Launch(
         rank=0,
         world_size=processes,
         local_rank=0,
@@ -98,7 +98,7 @@ def test_the_layout_is_one_that_a_node_accepts(name: str):
         num_nodes=machines,
     )
     topology = plan_node(
-        told,
+        reported,
         host="n0",
         devices=tuple(str(i) for i in range(gpus)),
         reserved_gpus=None,
@@ -119,7 +119,7 @@ def accelerate_launch(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", MULTI_NODE)
-def test_a_launcher_that_is_not_told_which_node_it_is_on_says_what_to_do(name: str):
+def test_a_launcher_that_is_not_reported_which_node_it_is_on_says_what_to_do(name: str):
     arguments = launch.launch_command_parser().parse_args(["--config_file", str(CONFIGS / name), "train.py"])
     with pytest.raises(ValueError, match=re.escape(WHAT_TO_DO)):
         launch.launch_command(arguments)

@@ -9,7 +9,7 @@ import yaml
 
 from grpo.ops.launch import command
 from grpo.ops.launch.next_attempt import DONE, FAILED, START_AGAIN
-from grpo.ops.meeting.schedulers import read_scheduler
+from grpo.ops.rendezvous.schedulers import read_scheduler
 from tests.support.launching import ROOT
 from tests.support.machine import LAUNCH
 
@@ -23,8 +23,8 @@ def read_manifest() -> tuple[dict, dict]:
 def environment_of(pod: int, job: dict) -> dict[str, str]:
     """What Kubernetes and the manifest set for pod `pod`, without what is looked up in the pod's own record."""
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    told = {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
-    return {**told, "JOB_COMPLETION_INDEX": str(pod), "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    reported = {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
+    return {**reported, "JOB_COMPLETION_INDEX": str(pod), "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
 
 
 def test_the_manifest() -> None:
@@ -98,10 +98,10 @@ def test_the_command_of_a_pod() -> None:
 @pytest.mark.parametrize("hostname", ["grpo-1.grpo", "grpo-1.grpo.default.svc.cluster.local"])
 def test_a_pod_knows_its_place(hostname: str) -> None:
     _, job = read_manifest()
-    told = read_scheduler(environment_of(1, job), hostname)
-    assert told is not None
-    assert told.nodes == ("grpo-0.grpo", "grpo-1.grpo", "grpo-2.grpo", "grpo-3.grpo")
-    assert (told.rank, told.head_address) == (1, None), "under its name"
+    reported = read_scheduler(environment_of(1, job), hostname)
+    assert reported is not None
+    assert reported.nodes == ("grpo-0.grpo", "grpo-1.grpo", "grpo-2.grpo", "grpo-3.grpo")
+    assert (reported.rank, reported.head_address) == (1, None), "under its name"
 
 
 REMOVABLE = {

@@ -27,7 +27,7 @@ def test_local_nodes_share_the_gpus(machine: Machine) -> None:
         assert (machine.output_dir / "logs" / f"train-node{node}.log").exists()
 
 
-def test_what_local_nodes_are_told_from_outside(machine: Machine) -> None:
+def test_what_local_nodes_are_distinguished_from_outside(machine: Machine) -> None:
     machine.behave("finish")
     settings = {"GRPO_RANKS_PER_NODE": "2", "GRPO_CONFIG_FILE": "configs/cpu.yaml"}
     code, output = machine.run("local_2node.sh", "examples/gsm8k.py", "--max_steps=2", **settings)

@@ -39,9 +39,9 @@ FULL_AT_5 = {**HEALS, "why": "80 GiB are full", "kind": "memory", "step": 5}
     ],
 )
 def test_decisions(state: dict | None, crashes: int, code: int, why: str) -> None:
-    decided, told = decide(state, answer_to_end(state), crashes, max_crashes=3)
+    decided, reported = decide(state, answer_to_end(state), crashes, max_crashes=3)
     assert decided == code
-    assert re.fullmatch(why, told)
+    assert re.fullmatch(why, reported)
 
 
 def test_each_attempts_crash_counts_once(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from grpo.faults.failure import FailureKind
 from grpo.ops.launch.agreement import NodeReport, decide
 from grpo.ops.launch.ranks import Asked, LostGPUs, Ranks, ranks_by_node
-from grpo.ops.meeting.expected import Place
+from grpo.ops.rendezvous.expected import Place
 from grpo.place.files import Wishes, read_wishes
 
 EIGHT = {"a": 8, "b": 8}
@@ -24,7 +24,7 @@ def ask(**given: Any) -> Asked:
 @pytest.mark.parametrize(
     ("asked", "gpus", "count", "why"),
     [
-        # what is given first counts: flag, scheduler, the script's reserved GPUs, the file, the GPUs
+        # what is given first counts: flag, scheduler, the script's inference GPUs, the file, the GPUs
         (ask(flag=(3,), scheduler="4", reserved_gpus=2, **FILE), EIGHT, 3, "--ranks-per-node"),
         (ask(scheduler="4", reserved_gpus=2, **FILE), EIGHT, 4, "PET_NPROC_PER_NODE"),
         (ask(scheduler="auto", reserved_gpus=2, **FILE), EIGHT, 6, "8 GPUs less vllm_reserved_gpus 2"),

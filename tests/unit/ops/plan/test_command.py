@@ -115,12 +115,14 @@ def test_sixty_four_nodes(cluster: Cluster) -> None:
     assert (batch["node_completions"], batch["straddles"]) == ([252] * 64, True)
     memory = lines_of(plan["estimates"]["training"])
     assert memory["states"] == pytest.approx(16 * 8_030_261_248 / 448, rel=1e-4)
-    push = plan["estimates"]["push"]
-    assert push["gathered_bytes_per_node"] == push["engine_bytes"] == 2 * 8_030_261_248
-    assert push["network_bytes_per_node"] == 2 * 8_030_261_248 * 63 // 64
+    sync = plan["estimates"]["sync"]
+    assert sync["gathered_bytes_per_node"] == sync["engine_bytes"] == 2 * 8_030_261_248
+    assert sync["network_bytes_per_node"] == 2 * 8_030_261_248 * 63 // 64
     _, out = cluster.plan("--config_file", cluster.accelerate(64, 448), "--config", cluster.training(), "--verbose")
     assert "64 nodes: 512 GPUs = 448 ranks + 64 reserved; 64 engines of 1 GPU" in out
-    assert "a push: 15.0 GiB gathered in each node, 14.7 GiB into each node over the network, 15.0 GiB to " in out
+    assert (
+        "a weight sync: 15.0 GiB gathered in each node, 14.7 GiB into each node over the network, 15.0 GiB to " in out
+    )
     assert len(out.splitlines()) < 100  # one picture, not 64
 
 

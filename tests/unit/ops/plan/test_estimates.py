@@ -1,4 +1,5 @@
-"""The formulae of `grpo plan`: parameters, ZeRO states, activations, KV cache, push, by hand and against autograd."""
+"""The formulae of `grpo plan`: parameters, ZeRO states, activations, KV cache, weight sync, by hand and against
+autograd."""
 
 from typing import Any
 
@@ -104,19 +105,19 @@ def test_head_and_layers_are_not_held_together() -> None:
         assert {each.key for each in lines if each.counted} == counted
 
 
-def test_local_main_and_other_ranks_are_told_apart() -> None:
+def test_local_main_and_other_ranks_are_distinguished() -> None:
     def line(num_bytes: int, phase: Phase, holder: Holder = "every rank") -> BudgetLine:
         return BudgetLine("", "", phase, num_bytes, "", holder=holder)
 
-    lines = [line(100, "always"), line(30, "optimizer step"), line(5, "push"), line(40, "push", "local main")]
-    budget = make_budget([*lines, line(7, "push", "other ranks")], None)
+    lines = [line(100, "always"), line(30, "optimizer step"), line(5, "sync"), line(40, "sync", "local main")]
+    budget = make_budget([*lines, line(7, "sync", "other ranks")], None)
     assert [(held.phase, held.local_main_bytes, held.other_ranks_bytes) for held in budget.held] == [
         ("always", 100, 100),
         ("forward and backward", 100, 100),
         ("optimizer step", 130, 130),
-        ("push", 145, 112),
+        ("sync", 145, 112),
     ]
-    assert (budget.peak_bytes, budget.peak_phase) == (145, "push")
+    assert (budget.peak_bytes, budget.peak_phase) == (145, "sync")
 
 
 @pytest.mark.parametrize(

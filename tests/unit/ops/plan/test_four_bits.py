@@ -23,15 +23,15 @@ def test_the_base_takes_half_a_byte_and_its_scales(cluster: Cluster, zero: int, 
     memory = lines_of(found["estimates"]["training"])
     assert memory["base"] == pytest.approx(each * LINEAR + 2 * (BASE - LINEAR), rel=1e-6)
     assert each == pytest.approx(0.55, abs=0.04)
-    assert memory["dequantised"] == memory["push_dequantised"] == 2 * HIDDEN * MLP
+    assert memory["dequantised"] == memory["sync_dequantised"] == 2 * HIDDEN * MLP
 
 
 def test_the_engines_get_all_of_it_once(cluster: Cluster) -> None:
     found = plan(cluster, 2)["estimates"]
     without = plan(cluster, 2, load_in_4bit=False)["estimates"]
-    for name in ("first_push", "push", "engine"):
+    for name in ("first_sync", "sync", "engine"):
         assert found[name] == without[name], name
-    assert found["first_push"]["engine_bytes"] > 2 * BASE
+    assert found["first_sync"]["engine_bytes"] > 2 * BASE
 
 
 def test_without_deepspeed_the_rest_stays_as_it_is_loaded(cluster: Cluster) -> None:

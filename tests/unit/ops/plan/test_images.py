@@ -57,7 +57,7 @@ def test_towers_are_in_the_engines_and_trained(cluster: Cluster) -> None:
     assert after["engine"]["weights_bytes"] - before["engine"]["weights_bytes"] == 2 * towers
     assert before["engine"]["encoder_cache_bytes"] == 0
     assert after["engine"]["encoder_cache_bytes"] == 16384 * 4096 * 2
-    assert after["push"]["engine_bytes"] == before["push"]["engine_bytes"] + 2 * towers
+    assert after["sync"]["engine_bytes"] == before["sync"]["engine_bytes"] + 2 * towers
     assert images["model"]["trained"]["elements"] == TEXT + towers
     assert "are trained too; each engine keeps up to 8 GiB of images in the host's memory" in images["trains"]
     assert "stay frozen, in no engine" in text["trains"]

@@ -95,7 +95,7 @@ def test_an_accelerate_file_that_cannot_be_planned(cluster: Cluster, settings: d
     assert message in out
 
 
-def test_what_is_not_told_is_assumed_aloud(cluster: Cluster) -> None:
+def test_what_is_not_reported_is_assumed_aloud(cluster: Cluster) -> None:
     """GPUs of a node and their kind, the prompt's length, another optimizer; and what is told is not."""
     training = cluster.training(vllm_max_model_length=None, vllm_reserved_gpus=2, optim="sgd")
     words = ["--num_processes", "6", "--config", training]
@@ -103,9 +103,9 @@ def test_what_is_not_told_is_assumed_aloud(cluster: Cluster) -> None:
     of_gpus = ("8 GPUs per node (--gpus-per-node)", "GPUs of 80GiB as fast as an A100 (--gpu a100, h100, h200")
     for part in (*of_gpus, "(--prompt-tokens)", "optim is sgd"):
         assert any(part in line for line in assumed), assumed
-    told = cluster.read(*words, "--prompt-tokens", "100", "--gpus-per-node", "8", "--gpu", "a100")
-    assert told["batch"]["sequence_tokens"] == 100 + TRAINING["max_completion_length"]
-    assert not any("(--" in line for line in told["assumptions"])
+    reported = cluster.read(*words, "--prompt-tokens", "100", "--gpus-per-node", "8", "--gpu", "a100")
+    assert reported["batch"]["sequence_tokens"] == 100 + TRAINING["max_completion_length"]
+    assert not any("(--" in line for line in reported["assumptions"])
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_what_is_not_told_is_assumed_aloud(cluster: Cluster) -> None:
     [("1node.yaml", 2, "write num_processes: 6"), ("4node.yaml", 3, "write num_processes: 20")],
 )
 def test_gpus_are_not_invented(cluster: Cluster, file: str, reserved: int, fix: str) -> None:
-    """A node has 8 until somebody says otherwise, whatever ranks and reserved GPUs add up to."""
+    """A node has 8 until somebody says otherwise, whatever ranks and inference GPUs add up to."""
     words = ["--config_file", ROOT / "configs" / file, "--config", cluster.training(vllm_reserved_gpus=reserved)]
     plan = cluster.read(*words)
     (error,) = plan["errors"]

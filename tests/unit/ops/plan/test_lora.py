@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 from grpo.config.models import AdapterSlot
 from grpo.ops.plan.lora import PlannedLora
 from grpo.ops.plan.model_shape import meta_model, shape_of
-from grpo.ops.plan.push_memory import push_lines, push_shape
 from grpo.ops.plan.speed import MEAN_LENGTH
+from grpo.ops.plan.sync_memory import sync_lines, sync_shape
 from grpo.ops.plan.training_memory import saved_bytes_per_token
 from grpo.ops.plan.zero_memory import Sharding
 from grpo.preflight.lora import LoraChoice, wrapped_without_weights
@@ -61,15 +61,15 @@ def test_only_adapters_have_states_of_an_optimizer(cluster: Cluster) -> None:
     assert "reference" not in memory, "it is the base"
 
 
-def test_adapters_travel_alone_after_the_first_push(cluster: Cluster) -> None:
+def test_adapters_travel_alone_after_the_first_sync(cluster: Cluster) -> None:
     found = plan(cluster)["estimates"]
-    assert found["push"]["gathered_bytes_per_node"] == found["push"]["engine_bytes"] == 80_740_352
-    assert found["first_push"]["engine_bytes"] == 2 * BASE + 80_740_352
+    assert found["sync"]["gathered_bytes_per_node"] == found["sync"]["engine_bytes"] == 80_740_352
+    assert found["first_sync"]["engine_bytes"] == 2 * BASE + 80_740_352
     engine = found["engine"]
     assert engine["adapters_bytes"] == 2 * 80_740_352  # vLLM's slot, and the adapter that came
     assert engine["kv_cache_bytes"] == int(80 * 2**30 * 0.9) - 2 * BASE - 2 * 80_740_352 - 3 * 2**30
     full = cluster.read("--config_file", ONE_NODE, "--config", cluster.training(QWEN_7B))["estimates"]
-    assert (full["first_push"], full["push"]["engine_bytes"]) == (None, 2 * BASE)
+    assert (full["first_sync"], full["sync"]["engine_bytes"]) == (None, 2 * BASE)
     assert full["engine"]["adapters_bytes"] == 0
 
 
@@ -82,8 +82,8 @@ def test_the_page_says_how_adapters_travel(cluster: Cluster) -> None:
     _, out = cluster.plan("--config_file", ONE_NODE, "--config", cluster.training(QWEN_7B, **LORA), "--verbose")
     assert "LoRA of rank 16 on down_proj, gate_proj, " in out
     assert "the engines get the base once, then adapters alone. 40,370,176 parameters are trained." in out
-    assert "an engine's first push" in out
-    assert "every other push" in out
+    assert "an engine's first weight sync" in out
+    assert "every other weight sync" in out
 
 
 @pytest.mark.parametrize(("dtype", "element"), [("float32", 4), ("bfloat16", 2)])
@@ -120,10 +120,10 @@ def test_what_vllm_cannot_hold_is_merged(cluster: Cluster) -> None:
     outputs = 2 * HIDDEN + 2 * KEYS + 2 * MLP + HIDDEN  # a magnitude each
     assert found["model"]["trained"]["elements"] == ADAPTERS + LAYERS * outputs
     assert found["estimates"]["engine"]["adapters_bytes"] == 0
-    assert found["estimates"]["first_push"]["engine_bytes"] == 2 * BASE
+    assert found["estimates"]["first_sync"]["engine_bytes"] == 2 * BASE
     # Embedding, head and norms stay behind; the biases go with their layers.
     behind = 2 * VOCABULARY * HIDDEN + (2 * LAYERS + 1) * HIDDEN
-    assert found["estimates"]["push"]["engine_bytes"] == 2 * (BASE - behind)
+    assert found["estimates"]["sync"]["engine_bytes"] == 2 * (BASE - behind)
 
 
 def test_dora_needs_another_way_to_share_than_zero3(cluster: Cluster) -> None:
@@ -191,10 +191,10 @@ def test_what_is_trained_beside_adapters_counts() -> None:
     assert [layer.adapter_ranks for layer in shape_of(config, "llama", wrapped=some).layers] == [0, 8]
 
 
-def test_merging_takes_memory_in_a_push() -> None:
+def test_merging_takes_memory_in_a_sync() -> None:
     config = tiny_config("llama-untied")
     sizes = {"dtype": torch.bfloat16, "bucket_bytes": 2**20}
-    alone, merged = (push_shape(config, **sizes, lora=planned(config, way=way)) for way in ("adapter", "merge"))
+    alone, merged = (sync_shape(config, **sizes, lora=planned(config, way=way)) for way in ("adapter", "merge"))
     assert (alone.converted_bytes, alone.merge_bytes) == (0, 0)
     adapters = 2 * 8 * (2 * 256 + 2 * (128 + 64) + 3 * (128 + 256))
     assert alone.later_bytes == 2 * adapters
@@ -203,11 +203,11 @@ def test_merging_takes_memory_in_a_push() -> None:
     assert merged.converted_bytes == 2 * 2 * (weights + adapters)  # one bucket has them all
     assert merged.merge_bytes == 4 * 4 * 128 * 256
     sharding = Sharding(stage=3, world_size=1, dtype_bytes=2)
-    lines = push_lines(merged, sharding, backend="nccl", has_gpus=True, gathers_on_device=True)
+    lines = sync_lines(merged, sharding, backend="nccl", has_gpus=True, gathers_on_device=True)
     assert {line.key: line.holder for line in lines} == {
-        "push_packed": "local main",
-        "push_converted": "local main",
-        "push_merge": "local main",
+        "sync_packed": "local main",
+        "sync_converted": "local main",
+        "sync_merge": "local main",
     }
 
 

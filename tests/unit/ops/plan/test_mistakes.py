@@ -73,7 +73,7 @@ def test_two_grammars_are_a_warning(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("option", ["--config", "--config_file"])
-def test_a_tab_is_told_with_its_line(option: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_a_tab_is_reported_with_its_line(option: str, cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "broken.yaml"
     file.write_text("num_processes: 7\nnum_machines:\n\t1\n")
     words = ["--num_processes", "7"] if option == "--config" else []
@@ -82,7 +82,7 @@ def test_a_tab_is_told_with_its_line(option: str, cluster: Cluster, tmp_path: Pa
     assert "with spaces" in error
 
 
-def test_all_that_is_wrong_is_told_at_once(cluster: Cluster) -> None:
+def test_all_that_is_wrong_is_reported_at_once(cluster: Cluster) -> None:
     file = cluster.training(reward_funcs=["nowhere.score"], dataset_name="./nowhere.jsonl")
     plan = cluster.read("--config_file", ROOT / "configs" / "1node.yaml", "--config", file, "--", "--load_in_4bit")
     assert len(plan["errors"]) == 3

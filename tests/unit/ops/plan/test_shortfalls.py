@@ -111,7 +111,7 @@ def test_what_a_smaller_batch_makes_fit_is_a_warning(cluster: Cluster) -> None:
         assert plan["memory"] == fits
 
 
-def test_a_cache_without_room_for_one_sequence_is_an_error(cluster: Cluster) -> None:
+def test_a_cache_without_space_for_one_sequence_is_an_error(cluster: Cluster) -> None:
     training = cluster.training(vllm_gpu_memory_utilization=0.25)  # 20 GiB: 15 of weights, 3 of overhead
     files = ["--config_file", ROOT / "configs" / "1node.yaml", "--config", training]
     flags = ["--prompt-tokens", "100000", "--", "--vllm_max_model_length", "101024"]
@@ -119,10 +119,10 @@ def test_a_cache_without_room_for_one_sequence_is_an_error(cluster: Cluster) -> 
     assert any("left for its KV cache, and one sequence of 101024 tokens takes 12.3 GiB" in error for error in errors)
 
 
-def test_a_push_needs_room_beside_vllm(cluster: Cluster) -> None:
+def test_a_sync_needs_space_beside_vllm(cluster: Cluster) -> None:
     training = cluster.training(vllm_gpu_memory_utilization=0.99)
     plan = cluster.read("--config_file", ROOT / "configs" / "1node.yaml", "--config", training)
-    assert any("a push needs 1.96 GiB on an engine's GPU" in warning for warning in plan["warnings"])
+    assert any("a weight sync needs 1.96 GiB on an engine's GPU" in warning for warning in plan["warnings"])
 
 
 def test_what_is_offloaded_is_shown_and_not_counted(cluster: Cluster) -> None:

@@ -37,7 +37,7 @@ def test_the_engines_log_probabilities_save_a_pass(cluster: Cluster) -> None:
     assert both[1] == pytest.approx(both[0] * 4 / 5)
 
 
-def test_faster_gpus_are_told(cluster: Cluster) -> None:
+def test_faster_gpus_are_reported(cluster: Cluster) -> None:
     slow, fast = advice(cluster), advice(cluster, "--gpu-tflops", "624", "--gpu-tbps", "4")
     assert fast["train_s"] == pytest.approx(slow["train_s"] / 2)
     assert fast["generate_s"] == pytest.approx(slow["generate_s"] / 2)

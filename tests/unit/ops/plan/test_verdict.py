@@ -202,7 +202,7 @@ def test_a_hub_that_does_not_answer_is_waited_for_once(cluster: Cluster) -> None
 
 
 @pytest.mark.parametrize("option", ["--config", "--config_file"])
-def test_a_missing_file_is_told_before_trl_is_loaded(option: str) -> None:
+def test_a_missing_file_is_reported_before_trl_is_loaded(option: str) -> None:
     code = (
         "import sys; from grpo.cli import main; code = main(['plan', '--num_processes', '7', *sys.argv[1:]]); "
         "print(code, [name for name in ('trl', 'torch', 'transformers', 'accelerate') if name in sys.modules])"

@@ -17,7 +17,7 @@ from tests.support.report_pages import data_of
 def test_curves_of_all_runs_hold_their_own_values(
     run_with: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = shutil.copytree(run_with("slow-push"), tmp_path / "short")
+    short = shutil.copytree(run_with("slow-sync"), tmp_path / "short")
     lines = (short / "metrics.jsonl").read_text().splitlines()
     (short / "metrics.jsonl").write_text("\n".join(lines[1:40:3]) + "\n")  # steps 2, 5, 8 …
     monkeypatch.chdir(tmp_path)
@@ -36,7 +36,7 @@ def test_curves_of_all_runs_hold_their_own_values(
 
 
 def test_the_sentence_says_who_is_faster_and_what_each_had_learnt(run_with: Callable[[str], Path]) -> None:
-    runs = [read_run(run_with("idle-engines"), "a"), read_run(run_with("slow-push"), "b")]
+    runs = [read_run(run_with("idle-engines"), "a"), read_run(run_with("slow-sync"), "b")]
     comparison = compare(runs)
     assert "a takes 33 s a step, 1.1" in comparison.sentence
     assert "times as fast as b" in comparison.sentence
@@ -50,7 +50,7 @@ def test_settings_that_a_run_lacks_differ() -> None:
     assert found == (("b", ("2", "–", "2")),)
 
 
-def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_the_same_name_are_distinguished(tmp_path: Path) -> None:
     assert names_of([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
     assert names_of([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     assert names_of([tmp_path / "a"]) == ["a"]

@@ -76,7 +76,7 @@ def test_curves_hold_the_values_of_the_file(run_with: Callable[[str], Path], tmp
     table = data_of((tmp_path / "page.html").read_text())["tables"]["metrics"]
     lines = [json.loads(line) for line in (run_with("") / "metrics.jsonl").read_text().splitlines()]
     assert table["step"] == [line["step"] for line in lines]
-    for name in ("reward", "entropy", "kl", "push/logprob_gap_mean"):
+    for name in ("reward", "entropy", "kl", "weight_sync/logprob_gap_mean"):
         assert table[name] == pytest.approx([line[name] for line in lines], rel=1e-4)
     assert table["reward_std"] == pytest.approx([line["reward_std"] for line in lines], rel=1e-4)
     middle = len(lines) // 2
@@ -89,11 +89,11 @@ def test_texts_are_shown_as_texts(run_with: Callable[[str], Path], tmp_path: Pat
     shutil.rmtree(folder / "completions")
     (folder / "completions").mkdir()
     with_texts(folder, NASTY)
-    told = json.loads((folder / "run.json").read_text())
-    told["attempts"][0]["failure"]["cause"] = NASTY
-    told["attempts"][0]["failure"]["host"] = "half of a pair: \ud800"
-    told["attempts"][1]["arguments"]["run_name"] = NASTY
-    (folder / "run.json").write_text(json.dumps(told))
+    reported = json.loads((folder / "run.json").read_text())
+    reported["attempts"][0]["failure"]["cause"] = NASTY
+    reported["attempts"][0]["failure"]["host"] = "half of a pair: \ud800"
+    reported["attempts"][1]["arguments"]["run_name"] = NASTY
+    (folder / "run.json").write_text(json.dumps(reported))
     (folder / "logs" / "engine-node1-0.attempt-0.log").write_text(NASTY)
     write_report([folder], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
@@ -172,7 +172,7 @@ def test_a_failure_has_its_record_the_end_of_its_log_and_what_to_do(
     (failure,) = failures_of(read_run(folder))
     record = failure.attempt.failure
     assert record is not None
-    assert (record.node, record.phase, failure.went_on) == (1, "push", True)
+    assert (record.node, record.phase, failure.went_on) == (1, "sync", True)
     assert [tail.name for tail in failure.tails] == ["logs/engine-node1-0.attempt-0.log"]
     assert failure.tails[0].lines.splitlines()[-1] == "line 4999"
     assert len(failure.tails[0].lines.splitlines()) == 40
@@ -184,12 +184,12 @@ def test_a_failure_has_its_record_the_end_of_its_log_and_what_to_do(
     assert "Failures (1)" in page
 
 
-def test_engines_that_came_back_are_told(run_with: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(run_with("respawns"), tmp_path / "run")
-    told = json.loads((folder / "run.json").read_text())
-    text = "engine 0 died in phase 'push' (it was killed [GRPO-406]); it is back after 20 s [GRPO-407]"
-    told["attempts"][0]["respawns"] = [text]
-    (folder / "run.json").write_text(json.dumps(told))
+def test_engines_that_came_back_are_reported(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(run_with("restarts"), tmp_path / "run")
+    reported = json.loads((folder / "run.json").read_text())
+    text = "engine 0 died in phase 'sync' (it was killed [GRPO-406]); it is back after 20 s [GRPO-407]"
+    reported["attempts"][0]["restarts"] = [text]
+    (folder / "run.json").write_text(json.dumps(reported))
     (death,) = deaths_of(read_run(folder))
     assert death.text == text
     assert [symptom.id for symptom in death.symptoms] == ["GRPO-406", "GRPO-407"]
@@ -202,7 +202,7 @@ def test_engines_that_came_back_are_told(run_with: Callable[[str], Path], tmp_pa
         ("engine 0: 3 of 8 completions are missing after an hour [GRPO-411]", "GRPO-411", "Engines"),
         ("accuracy hangs [GRPO-607]; it was here:\n  in accuracy", "GRPO-607", "In the middle of training"),
         ("some tensors of the model have no weights [GRPO-503]: a, b", "GRPO-503", "Weight syncs"),
-        ("no room on the disk [GRPO-701]", "GRPO-701", "Checkpoints, stop and resume"),
+        ("no space on the disk [GRPO-701]", "GRPO-701", "Checkpoints, stop and resume"),
     ],
 )
 def test_an_entry_is_found_by_its_id_whatever_the_words(text: str, id: str, section: str) -> None:
@@ -284,7 +284,7 @@ def test_watch_goes_on_until_the_run_has_ended(
         ([f"run{number}" for number in range(9)], "9 runs are given: a page holds 1 to 8"),
     ],
 )
-def test_what_cannot_work_is_told_in_a_line(
+def test_what_cannot_work_is_reported_in_a_line(
     words: list[str],
     said: str,
     run_with: Callable[[str], Path],
@@ -312,8 +312,8 @@ sys.exit(main(["report", "run"]))
 @pytest.mark.parametrize("module", ["altair", "vl_convert"])
 def test_without_the_extra_the_command_says_what_to_install(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", NO_CHARTS.format(module=module)], capture_output=True, text=True)
-    told = f"grpo report: {module} is not installed: pip install 'grpo-local[report]'\n"
-    assert (done.returncode, done.stderr) == (1, told)
+    reported = f"grpo report: {module} is not installed: pip install 'grpo-local[report]'\n"
+    assert (done.returncode, done.stderr) == (1, reported)
 
 
 def test_settings_that_are_not_the_defaults_come_first(run_with: Callable[[str], Path]) -> None:

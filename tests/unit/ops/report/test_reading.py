@@ -57,8 +57,8 @@ def test_a_step_counts_once_as_the_later_attempt_made_it(tmp_path: Path) -> None
 def test_steps_that_were_lost_and_made_again(renumbers: bool, tmp_path: Path) -> None:
     """Fewer than had been: the newest attempt has not come as far as the one before."""
     made = make_run(tmp_path / "run", MadeRun(steps=160, nodes=2, fault="failed", lost=60, renumbers=renumbers))
-    told = json.loads((made / "run.json").read_text())["attempts"]
-    again = told[1]["started"]
+    reported = json.loads((made / "run.json").read_text())["attempts"]
+    again = reported[1]["started"]
     for path in (made / "timeline").iterdir():  # as it stands ten steps after the resume
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         kept = [line for line in lines if line.get("begin", line.get("time")) < again or line.get("step", 0) < 30]
@@ -114,8 +114,8 @@ def test_damaged_lines_of_a_timeline_are_left_out_and_counted(tmp_path: Path) ->
         span("forward", 1.0, 2.0),
         to_line(Usage(attempt=0, time=2.0, device="1", busy=0.5)),
     ]
-    wrong = ["{", '{"kind":"span"}', span("push", 2.0, 3.0).replace("2.0", '"x"'), '{"kind":"?"}', "\x00\xff"]
-    wrong.append(span("push", 2.0, 3.0).replace('"attempt":0', f'"attempt":{10**30}'))
+    wrong = ["{", '{"kind":"span"}', span("sync", 2.0, 3.0).replace("2.0", '"x"'), '{"kind":"?"}', "\x00\xff"]
+    wrong.append(span("sync", 2.0, 3.0).replace('"attempt":0', f'"attempt":{10**30}'))
     write_lines(timeline_path(tmp_path, 0), good[0], wrong[0], good[1], *wrong[1:], good[2])
     with timeline_path(tmp_path, 0).open("a") as file:
         file.write('{"kind":"span","att')
@@ -147,7 +147,7 @@ def test_a_step_is_the_sum_of_its_parts_and_what_no_span_tells(tmp_path: Path) -
             span("forward", 90.0, 91.0, lane=lane, step=1),  # attempt 1 makes step 1 again
             span("wait for generation", 100.0, 100.0 + wait, lane=lane, attempt=1),
             span("forward", 105.0, 107.0, lane=lane, attempt=1),
-            span("push: gather", 105.0, 109.0, lane="push", attempt=1),
+            span("weight sync: gather", 105.0, 109.0, lane="sync", attempt=1),
             span("forward", 110.0, 113.0, lane=lane, step=1, attempt=1),
         )
     parts = parts_of(read_timelines(tmp_path, 2, []).spans)

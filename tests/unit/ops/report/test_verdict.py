@@ -17,7 +17,7 @@ from grpo.ops.report.verdict import Headline, duration, verdict_of
 from grpo.ops.train.arguments import GRPOScriptArguments
 from tests.support.made_runs import FAULTS, MadeRun, make_run
 
-# What the first advice names; a failed attempt is told, and changes no option.
+# What the first advice names; a failed attempt is reported, and changes no option.
 EXPECTED: dict[str, set[str]] = {
     "": set(),
     "slow-node": {"vllm_balance_nodes"},
@@ -25,12 +25,12 @@ EXPECTED: dict[str, set[str]] = {
     "waiting-ranks": {"generation_lookahead", "vllm_reserved_gpus"},
     "long-tail": {"generation_lookahead"},
     "slow-reward": {"reward_funcs"},
-    "slow-push": {"steps_per_generation"},
+    "slow-sync": {"steps_per_generation"},
     "slow-save": {"save_steps"},
     "no-spread": {"num_generations"},
     "clipped": {"max_completion_length"},
     "refused": {"vllm_max_model_length"},
-    "respawns": {"vllm_standby"},
+    "restarts": {"vllm_standby"},
     "gap": {"vllm_engine_kwargs"},
     "drift": {"vllm_max_logprob_gap"},
     "failed": set(),
@@ -42,7 +42,7 @@ IN_SENTENCE = {
     "long-tail": "for completions, the longest of which have 10 times the mean: set generation_lookahead to 4.",
     "slow-reward": "most of it accuracy",
     "drift": "The engines of node 1 drifted away from the trainer (1 warning, log-probabilities up to 0.09 nats apart)",
-    "failed": "1 of 2 attempts failed (node 1, push)",
+    "failed": "1 of 2 attempts failed (node 1, weight sync)",
 }
 
 
@@ -59,10 +59,10 @@ def option_of(advice: Advice) -> str:
 def changed(folder: Path, to: Path, **arguments: object) -> Path:
     """A copy of a run with other settings; `topology` and `attempts` are merged in."""
     shutil.copytree(folder, to)
-    told = json.loads((to / "run.json").read_text())
-    told["attempts"][-1]["topology"] |= arguments.pop("topology", {})  # type: ignore[operator]
-    told["attempts"][-1]["arguments"] |= arguments
-    (to / "run.json").write_text(json.dumps(told))
+    reported = json.loads((to / "run.json").read_text())
+    reported["attempts"][-1]["topology"] |= arguments.pop("topology", {})  # type: ignore[operator]
+    reported["attempts"][-1]["arguments"] |= arguments
+    (to / "run.json").write_text(json.dumps(reported))
     return to
 
 
@@ -90,7 +90,7 @@ def test_what_is_set_already_is_not_advised(run_with: Callable[[str], Path], tmp
         run_with("slow-node"), tmp_path / "by-default", generation_lookahead=2, vllm_balance_nodes=None
     )
     assert "vllm_balance_nodes: true" not in [advice.setting for advice in verdict(by_default).advice]
-    standby = changed(run_with("respawns"), tmp_path / "standby", vllm_standby=True)
+    standby = changed(run_with("restarts"), tmp_path / "standby", vllm_standby=True)
     assert verdict(standby).advice == ()
     ahead = changed(run_with("waiting-ranks"), tmp_path / "ahead", generation_lookahead=1)
     assert [advice.setting for advice in verdict(ahead).advice] == ["vllm_reserved_gpus: 2"]
@@ -114,7 +114,7 @@ def test_batches_under_way_follow_from_the_seconds_of_the_longest_completion(
 def test_shared_memory_between_gpus_is_replaced_before_anything_else(
     run_with: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    shared = changed(run_with("slow-push"), tmp_path / "shared", vllm_sync_backend="shm")
+    shared = changed(run_with("slow-sync"), tmp_path / "shared", vllm_sync_backend="shm")
     assert [advice.setting for advice in verdict(shared).advice] == ["vllm_sync_backend: nccl"]
 
 
@@ -154,7 +154,7 @@ def test_what_the_next_start_would_refuse_is_not_advised(
 
 
 def test_a_batch_of_many_micro_batches_is_doubled_as_a_whole(run_with: Callable[[str], Path], tmp_path: Path) -> None:
-    slow = changed(run_with("slow-push"), tmp_path / "slow", steps_per_generation=1, gradient_accumulation_steps=8)
+    slow = changed(run_with("slow-sync"), tmp_path / "slow", steps_per_generation=1, gradient_accumulation_steps=8)
     assert [advice.setting for advice in verdict(slow).advice] == ["steps_per_generation: 16"]
 
 
@@ -170,8 +170,8 @@ def test_saves_go_by_steps_or_by_a_share_of_all(
 def test_attempts_that_never_trained_lose_no_steps(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     """One between two that did, which says nothing of its settings; and a second start in a finished run's folder."""
     between = changed(run_with("failed"), tmp_path / "between")
-    told = json.loads((between / "run.json").read_text())
-    first, second = told["attempts"]
+    reported = json.loads((between / "run.json").read_text())
+    first, second = reported["attempts"]
     silent = {"attempt": 1, "started": second["started"] - 60, "ended": second["started"] - 30, "state": "failed"}
     (between / "run.json").write_text(json.dumps({"attempts": [first, silent, second]}))
     assert verdict(between).advice == ()
@@ -195,9 +195,9 @@ def test_the_slow_node_is_one_that_there_still_is(run_with: Callable[[str], Path
 
 def test_steps_that_attempts_lose_ask_for_more_saves(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     lost = changed(run_with("failed"), tmp_path / "lost")
-    told = json.loads((lost / "run.json").read_text())
-    told["attempts"][0]["step"] = told["attempts"][1]["from_step"] + 30
-    (lost / "run.json").write_text(json.dumps(told))
+    reported = json.loads((lost / "run.json").read_text())
+    reported["attempts"][0]["step"] = reported["attempts"][1]["from_step"] + 30
+    (lost / "run.json").write_text(json.dumps(reported))
     (advice,) = verdict(lost).advice
     assert (advice.setting, advice.finding) == ("save_steps: 12", "30 steps were lost between attempts")
 

@@ -100,7 +100,7 @@ def test_in_the_middle_of_a_generation_batch_it_is_refused(tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_is_told(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_reported(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="is for 2 training processes already"):
         reshape(checkpoint, tmp_path / "out", ranks=2)
     with pytest.raises(ValueError, match="--ranks is 0"):
@@ -114,7 +114,7 @@ def test_what_cannot_be_is_told(checkpoint: Path, tmp_path: Path, capsys: pytest
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-def test_a_full_disk_and_another_kind_of_folder_are_told(
+def test_a_full_disk_and_another_kind_of_folder_are_reported(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

@@ -90,7 +90,7 @@ def test_a_run_is_drawn_whole(tmp_path: Path, fault: str) -> None:
     assert list(names(trace.events, "process_name").values()) == [f"node {node} (gpu-{node:02})" for node in range(3)]
     threads = names(trace.events, "thread_name")
     lanes = {(event["pid"], threads[event["tid"]]) for event in trace.events if "dur" in event}
-    assert {(2, f"rank {RANKS_PER_NODE}"), (2, "engine 0"), (2, "push"), (2, "push (2)")} <= lanes
+    assert {(2, f"rank {RANKS_PER_NODE}"), (2, "engine 0"), (2, "sync"), (2, "weight sync (2)")} <= lanes
     attempts = [event["name"] for event in trace.events if event["ph"] == "i" and event["pid"] == 1]
     assert attempts == (["attempt 0", "attempt 1"] if fault == "failed" else ["attempt 0"])
 
@@ -142,7 +142,7 @@ def test_times_are_whole_microseconds_since_the_first_and_never_negative() -> No
 
 
 def test_lanes_stand_in_order_and_a_span_says_what_it_knows() -> None:
-    lanes = ["other", "engine 10", "engine 9", "save", "push", "rank 8"]
+    lanes = ["other", "engine 10", "engine 9", "save", "sync", "rank 8"]
     spans = [span(lane, "a", 0, 1) for lane in lanes]
     known = {"tokens": 300, "requests": 4, "policy_version": 0, "bytes": 7}
     spans += [span("rank 8", records.SCORE, 2, 4, name="accuracy", on_gpu=True, **known)]
@@ -150,7 +150,7 @@ def test_lanes_stand_in_order_and_a_span_says_what_it_knows() -> None:
     by_sort_index = {e["args"]["sort_index"]: e["tid"] for e in events if e["name"] == "thread_sort_index"}
     threads = names(events, "thread_name")
     in_order = [threads[by_sort_index[index]] for index in sorted(by_sort_index)]
-    assert in_order == ["rank 8", "push", "save", "engine 9", "engine 10", "other"]
+    assert in_order == ["rank 8", "sync", "save", "engine 9", "engine 10", "other"]
     (scored,) = [event for event in events if event.get("cat") == records.SCORE]
     assert scored["name"] == "score: accuracy"
     said = {"step": 0, "attempt": 0, "tokens_per_s": 150.0, "measured": "on the GPU"}

@@ -25,7 +25,7 @@ OPEN_S = 120
 ASK = """async query => {
     const result = await self.app.trace.engine.query(query), columns = result.columns(), rows = [];
     for (const row = result.iter({}); row.valid(); row.next())
-        rows.push(columns.map(name => typeof row.get(name) === "bigint" ? Number(row.get(name)) : row.get(name)));
+        rows.sync(columns.map(name => typeof row.get(name) === "bigint" ? Number(row.get(name)) : row.get(name)));
     return rows;
 }"""
 ERRORS = "select name, value from stats where severity in ('error', 'data_loss') and value > 0"
@@ -81,7 +81,7 @@ def test_it_takes_every_span_where_it_belongs(tmp_path: Path, opened: Callable[[
         "select process.name, thread.name, count(*) from slice join thread_track on slice.track_id = thread_track.id "
         "join thread using (utid) join process using (upid) where dur > 0 group by thread.tid order by thread.tid"
     )
-    lanes = ["rank {}", "push", "push (2)", "engine 0"]
+    lanes = ["rank {}", "sync", "weight sync (2)", "engine 0"]
     assert [row[:2] for row in threads] == [
         [f"node {node} (gpu-{node:02})", lane.format(7 * node)] for node in range(2) for lane in lanes
     ]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from grpo import GRPOTrainer
-from grpo.ops.telling import MAX_LINES
+from grpo.ops.mistakes import MAX_LINES
 from grpo.ops.train.script import main
 from grpo.record.files import read_run_state
 from tests.support.launching import BIN, ROOT, free_port
@@ -186,11 +186,11 @@ def write(mistake: Mistake, task: Path, folder: Path) -> list[str]:
     return [*(() if own_file else ("--config", "config.yaml")), *mistake.flags]
 
 
-def expect_told(mistake: Mistake, errors: str, folder: Path) -> None:
-    told = errors[errors.index("[grpo] ") :].rstrip().splitlines() if "[grpo] " in errors else []
-    assert 1 <= len(told) <= MAX_LINES, errors
+def expect_reported(mistake: Mistake, errors: str, folder: Path) -> None:
+    reported = errors[errors.index("[grpo] ") :].rstrip().splitlines() if "[grpo] " in errors else []
+    assert 1 <= len(reported) <= MAX_LINES, errors
     for part in mistake.says:
-        assert part in "\n".join(told), (part, told)
+        assert part in "\n".join(reported), (part, reported)
     if "config.yaml" in os.listdir(folder) and "--config" not in mistake.flags and not mistake.text:
         out = folder / mistake.settings.get("output_dir", "out")
         if out.parent == folder:
@@ -200,7 +200,7 @@ def expect_told(mistake: Mistake, errors: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_told_in_a_few_lines(
+def test_a_mistake_is_reported_in_a_few_lines(
     case: str, right_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     mistake = MISTAKES[case]
@@ -222,7 +222,7 @@ def test_a_mistake_is_told_in_a_few_lines(
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     errors = capfd.readouterr().err
     assert "an engine was started" not in str(caught.value)
-    expect_told(mistake, errors, tmp_path)
+    expect_reported(mistake, errors, tmp_path)
 
 
 def processes(command: list[str], folder: Path, mistake: Mistake) -> tuple[int, str]:
@@ -254,7 +254,7 @@ def test_a_process_ends_with_the_message_alone(case: str, right_task: Path, tmp_
     assert code == 1, output
     assert "Traceback" not in output
     assert output.count("[grpo] ") == 1, output
-    expect_told(mistake, output, tmp_path)
+    expect_reported(mistake, output, tmp_path)
     assert not (tmp_path / "out" / "logs").exists(), "no engine was started"
 
 
@@ -268,11 +268,11 @@ def test_of_two_ranks_one_tells(case: str, right_task: Path, tmp_path: Path) -> 
     assert code == 1, output
     assert output.count("[grpo] ") == 1, output
     ranks, _, summary = output.partition("ChildFailedError")
-    told = ranks[ranks.index("[grpo] ") :].partition("torch/distributed")[0]
+    reported = ranks[ranks.index("[grpo] ") :].partition("torch/distributed")[0]
     assert "<N/A>" not in summary, "torchrun shows what the ranks have said"
-    assert "Traceback" not in told
+    assert "Traceback" not in reported
     for part in mistake.says:
-        assert part in told
+        assert part in reported
         assert part in summary
     state = read_run_state(tmp_path / "out")
     assert state is not None

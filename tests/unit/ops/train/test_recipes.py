@@ -149,7 +149,7 @@ def head_of(recipe: str) -> Place:
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "gsm8k_qwen2.5_7b"])
 def test_a_recipe_follows_its_own_plan(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On H100s, as its head starts it, its step is within 25 % of the shortest by the number of reserved GPUs."""
+    """On H100s, as its head starts it, its step is within 25 % of the shortest by the number of inference GPUs."""
     found = plan(recipe, head_of(recipe), tmp_path, capsys, "--gpu", "h100")
     assert (found["errors"], found["warnings"]) == ([], [])
     advice = found["advice"]
@@ -239,7 +239,7 @@ def test_the_last_box_is_the_answer() -> None:
             last_boxed(text)
 
 
-def test_a_data_set_of_another_form_is_told(tmp_path: Path) -> None:
+def test_a_data_set_of_another_form_is_reported(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", GSM8K)
     argv = ["--model_name_or_path", "x/y", *ON_CPU, "--dataset_name", str(data), "--dataset_adapter"]
     with pytest.raises(

@@ -15,8 +15,8 @@ from grpo.record.timeline import recorder
 from grpo.record.timeline.recorder import Recorder, thin_out
 from grpo.record.timeline.records import (
     GENERATE,
-    PUSH,
     SCORE,
+    SYNC,
     AttemptLine,
     Line,
     Span,
@@ -58,7 +58,7 @@ def test_spans_of_several_threads_and_two_attempts_on_node_0s_clock(tmp_path: Pa
             time.sleep(0.001)
             timeline.step = 4  # a span belongs to the step in which it began
         threads = [
-            threading.Thread(target=timeline.add, args=[PUSH, 1.0, 2.0, "push"], kwargs={"bytes": 5}) for _ in range(8)
+            threading.Thread(target=timeline.add, args=[SYNC, 1.0, 2.0, "sync"], kwargs={"bytes": 5}) for _ in range(8)
         ]
         for thread in threads:
             thread.start()
@@ -68,16 +68,16 @@ def test_spans_of_several_threads_and_two_attempts_on_node_0s_clock(tmp_path: Pa
         timeline.close()
         (read,) = read_timelines(tmp_path)
         assert (read.node, read.unreadable, [each.attempt for each in read.attempts]) == (1, 0, [*range(number + 1)])
-        score, *pushes = [span for span in read.spans if span.attempt == number]
+        score, *syncs = [span for span in read.spans if span.attempt == number]
         assert (score.lane, score.phase, score.name, score.step) == ("rank 4", SCORE, "accuracy", 3)
         assert before - 1e-3 <= score.begin <= score.end <= time.time() - 100.0 + 1e-3
-        assert [(push.lane, push.step, push.bytes) for push in pushes] == [("push", 4, 5)] * 8
-        assert pushes[0].end - pushes[0].begin == pytest.approx(1.0)
+        assert [(sync.lane, sync.step, sync.bytes) for sync in syncs] == [("sync", 4, 5)] * 8
+        assert syncs[0].end - syncs[0].begin == pytest.approx(1.0)
 
 
 def test_it_can_be_read_while_it_is_written(tmp_path: Path) -> None:
     timeline = Recorder(timeline_path(tmp_path, 1), attempt())
-    timeline.add(PUSH, 1.0, 2.0)
+    timeline.add(SYNC, 1.0, 2.0)
     deadline = time.monotonic() + PATIENCE_S
     while not (found := read_timelines(tmp_path)) or not found[0].spans:
         assert time.monotonic() < deadline
@@ -158,12 +158,12 @@ def test_what_comes_after_the_last_span_is_one_and_what_took_no_time_is_none(tmp
     with timeline.rest(SCORE):
         with timeline.span(SCORE, name="accuracy"):
             time.sleep(0.002)
-        with timeline.span(PUSH, "push"):  # another lane
+        with timeline.span(SYNC, "sync"):  # another lane
             time.sleep(0.002)
-    timeline.add(PUSH, 1.0, 1.0)
+    timeline.add(SYNC, 1.0, 1.0)
     timeline.close()
-    inner, push, rest = read_timelines(tmp_path)[0].spans
-    assert (inner.name, push.lane, rest.phase, rest.name, rest.begin) == ("accuracy", "push", SCORE, "", inner.end)
+    inner, sync, rest = read_timelines(tmp_path)[0].spans
+    assert (inner.name, sync.lane, rest.phase, rest.name, rest.begin) == ("accuracy", "sync", SCORE, "", inner.end)
 
 
 def test_a_span_that_ends_in_an_error_is_one(tmp_path: Path) -> None:
@@ -173,13 +173,13 @@ def test_a_span_that_ends_in_an_error_is_one(tmp_path: Path) -> None:
         time.sleep(0.001)
         raise RuntimeError("lost")
 
-    with pytest.raises(RuntimeError, match="lost"), timeline.span(PUSH):
+    with pytest.raises(RuntimeError, match="lost"), timeline.span(SYNC):
         fails()
     timeline.close()
-    assert [span.phase for span in read_timelines(tmp_path)[0].spans] == [PUSH]
+    assert [span.phase for span in read_timelines(tmp_path)[0].spans] == [SYNC]
 
 
-def test_a_timeline_that_cannot_be_written_is_told_and_ends_nothing(
+def test_a_timeline_that_cannot_be_written_is_reported_and_ends_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     show_log()
@@ -189,7 +189,7 @@ def test_a_timeline_that_cannot_be_written_is_told_and_ends_nothing(
     while timeline.is_on:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with timeline.span(PUSH):
+    with timeline.span(SYNC):
         pass
     timeline.close()
     assert "node1.jsonl is not written any more" in capfd.readouterr().out
@@ -201,7 +201,7 @@ def test_the_file_stays_bounded_and_keeps_what_is_new(tmp_path: Path, monkeypatc
     monkeypatch.setattr(recorder, "MAX_BYTES", 20_000)
     timeline = Recorder(path, attempt())
     for number in range(2_000):
-        timeline.add(PUSH, float(number), number + 1.0, bytes=number)
+        timeline.add(SYNC, float(number), number + 1.0, bytes=number)
         if number % 100 == 0:
             deadline = time.monotonic() + PATIENCE_S
             while not timeline._lines.empty() and time.monotonic() < deadline:
@@ -222,14 +222,14 @@ def test_thinning_takes_whole_steps_and_whole_samples(tmp_path: Path) -> None:
     lines = [to_line(attempt())]
     for step in range(8):
         common = {"attempt": 0, "lane": "rank 0", "step": step}
-        lines += [to_line(Span(phase=phase, begin=step, end=step + 0.5, **common)) for phase in (SCORE, PUSH)]
+        lines += [to_line(Span(phase=phase, begin=step, end=step + 0.5, **common)) for phase in (SCORE, SYNC)]
         lines += [to_line(Usage(attempt=0, time=float(step), device=device)) for device in "01"]
     path.write_text("".join(line + "\n" for line in lines))
     thin_out(path)
     records = [from_line(line) for line in path.read_text().splitlines()]
     spans, usages = ([each for each in records if isinstance(each, kind)] for kind in (Span, Usage))
     assert [(each.step, each.phase) for each in spans if each.step < 4] == [
-        (step, phase) for step in (1, 3) for phase in (SCORE, PUSH)
+        (step, phase) for step in (1, 3) for phase in (SCORE, SYNC)
     ]
     assert [(each.time, each.device) for each in usages if each.time < 4] == [
         (time, device) for time in (1, 3) for device in "01"

@@ -69,9 +69,9 @@ def by_device(sampler: UsageSampler) -> dict[str, Usage]:
 )
 def test_a_gpus_name_leads_to_that_gpu(devices: tuple[str, ...], index: int) -> None:
     nvml = node()
-    told = by_device(sampler(devices, nvml))
-    assert list(told) == ["node", *devices]
-    assert told[devices[0]] == Usage(
+    reported = by_device(sampler(devices, nvml))
+    assert list(reported) == ["node", *devices]
+    assert reported[devices[0]] == Usage(
         attempt=3,
         time=7.5,
         device=devices[0],
@@ -90,8 +90,8 @@ def test_a_slice_of_a_gpu_has_no_utilisation() -> None:
         "nvmlDeviceGetPowerUsage": pynvml.NVML_ERROR_NOT_SUPPORTED,
     }
     nvml = node(slices=(MadeUpGpu(uuid="MIG-1-2-3", used=5, failing=unsupported),))
-    told = by_device(sampler(("MIG-1-2-3",), nvml))["MIG-1-2-3"]
-    assert (told.busy, told.memory_bytes, told.power_w) == (None, 5, None)
+    reported = by_device(sampler(("MIG-1-2-3",), nvml))["MIG-1-2-3"]
+    assert (reported.busy, reported.memory_bytes, reported.power_w) == (None, 5, None)
 
 
 def test_what_is_wrong_with_a_gpu_is_said_once_and_leaves_the_others() -> None:
@@ -139,11 +139,11 @@ def test_gpus_of_different_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_without_nvml_processes_are_looked_at(nvml: types.ModuleType | None, said: str) -> None:
-    told: list[str] = []
-    usage = sampler(("0",), nvml, told.append, processes=lambda: {"rank 0": os.getpid()})
+    reported: list[str] = []
+    usage = sampler(("0",), nvml, reported.append, processes=lambda: {"rank 0": os.getpid()})
     for _ in range(2):
         assert list(by_device(usage)) == ["node", "rank 0"]
-    assert told == [said]
+    assert reported == [said]
 
 
 def test_the_real_library_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +152,9 @@ def test_the_real_library_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     monkeypatch.setattr(pynvml, "CDLL", load)
-    told: list[str] = []
-    assert list(by_device(sampler(("0",), pynvml, told.append))) == ["node"]
-    assert told == ["no figures of GPUs: NVML does not work here (NVML Shared Library Not Found)"]
+    reported: list[str] = []
+    assert list(by_device(sampler(("0",), pynvml, reported.append))) == ["node"]
+    assert reported == ["no figures of GPUs: NVML does not work here (NVML Shared Library Not Found)"]
 
 
 def test_torch_is_asked_for_its_own_gpu_once_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,12 +171,12 @@ def test_torch_is_asked_for_its_own_gpu_once_it_has_one(monkeypatch: pytest.Monk
     own = sampler(("3", "1"), nvml, own_device="1")
     monkeypatch.setattr(torch.cuda, "_lazy_init", opened)
     monkeypatch.setattr(torch.cuda, "memory_stats", stats)
-    told = by_device(own)["1"]
-    assert (told.allocated_bytes, told.reserved_bytes, asked) == (None, None, [])
+    reported = by_device(own)["1"]
+    assert (reported.allocated_bytes, reported.reserved_bytes, asked) == (None, None, [])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    told = by_device(own)
-    assert (told["1"].allocated_bytes, told["1"].reserved_bytes) == (5, 6)
-    assert told["3"].allocated_bytes is None
+    reported = by_device(own)
+    assert (reported["1"].allocated_bytes, reported["1"].reserved_bytes) == (5, 6)
+    assert reported["3"].allocated_bytes is None
     assert asked == [1]  # its place among the job's devices
 
 

@@ -22,8 +22,8 @@ HI: Any = [{"role": "user", "content": "hi"}]
 DEADLINE_S = 60.0
 
 
-class Episode:
-    """Answers `hello`, or does what it is told."""
+class AgentEpisode:
+    """Answers `hello`, or does what it is reported."""
 
     def __init__(self, does: Callable[[list[dict[str, Any]]], Any] | None = None, **message: Any) -> None:
         self.does, self.message = does, {"role": "assistant", "content": "hello", **message}
@@ -63,8 +63,8 @@ class House:
         self.said: list[str] = []
         self.server = DoorServer("127.0.0.1", self.said.append)
 
-    def admit(self, episode: Episode | None = None) -> tuple[str, Door]:
-        return self.server.admit(episode or Episode())  # type: ignore[arg-type]
+    def admit(self, episode: AgentEpisode | None = None) -> tuple[str, Door]:
+        return self.server.admit(episode or AgentEpisode())  # type: ignore[arg-type]
 
     def client(self, door: Door, **more: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=door.url, api_key=door.key, timeout=DEADLINE_S, **more)
@@ -93,7 +93,7 @@ def ask(house: House, door: Door, **more: Any) -> Any:
 
 
 def test_an_answer_with_calls_and_what_was_asked(house: House) -> None:
-    episode = Episode(content="", tool_calls=CALLS, thinking="two times three")
+    episode = AgentEpisode(content="", tool_calls=CALLS, thinking="two times three")
     _, door = house.admit(episode)
     tools: Any = [{"type": "function", "function": {"name": "times", "parameters": {}}}]
     answer = ask(house, door, tools=tools, max_tokens=7, stop="x")
@@ -116,7 +116,7 @@ def test_an_answer_with_calls_and_what_was_asked(house: House) -> None:
 
 @pytest.mark.parametrize("message", [{}, {"content": "", "tool_calls": CALLS}], ids=["text", "calls"])
 def test_an_answer_that_is_streamed_is_the_same(house: House, message: dict[str, Any]) -> None:
-    _, door = house.admit(Episode(**message))
+    _, door = house.admit(AgentEpisode(**message))
     plain = ask(house, door).choices[0]
     with (
         house.client(door) as client,
@@ -134,7 +134,7 @@ def test_an_answer_that_is_streamed_is_the_same(house: House, message: dict[str,
 
 
 def test_token_ids_in_and_out(house: House) -> None:
-    episode = Episode()
+    episode = AgentEpisode()
     _, door = house.admit(episode)
     sampling = {"max_tokens": 5, "logprobs": 1, "stop": ["x"]}
     body = json.dumps({"token_ids": [1, 2], "sampling_params": sampling}).encode()
@@ -156,7 +156,7 @@ def test_models(house: House) -> None:
 
 
 def test_no_key_opens_another_rows_door(house: House) -> None:
-    mine, theirs = Episode(), Episode()
+    mine, theirs = AgentEpisode(), AgentEpisode()
     ticket, door = house.admit(mine)
     _, other = house.admit(theirs)
     for key in (other.key, "sk-guessed"):
@@ -177,7 +177,7 @@ def test_a_door_that_was_closed_opens_no_more_and_ends_what_was_asked(house: Hou
         asked.set()
         return release.wait()
 
-    episode = Episode(wait)
+    episode = AgentEpisode(wait)
     ticket, door = house.admit(episode)
     failed: list[Exception] = []
 
@@ -206,7 +206,7 @@ def test_a_client_that_gives_up_is_no_longer_sampled_for(house: House) -> None:
         asked.set()
         return release.wait()
 
-    episode = Episode(wait)
+    episode = AgentEpisode(wait)
     _, door = house.admit(episode)
     body = json.dumps({"messages": HI}).encode()
     with socket.create_connection(("127.0.0.1", house.server.port), timeout=DEADLINE_S) as connection:
@@ -216,11 +216,11 @@ def test_a_client_that_gives_up_is_no_longer_sampled_for(house: House) -> None:
 
 
 @pytest.mark.parametrize("error", [BatchOver("over"), ConnectionError("the job is ending")])
-def test_who_asks_when_it_is_over_is_told_not_to_ask_again(house: House, error: Exception) -> None:
+def test_who_asks_when_it_is_over_is_asked_not_to_ask_again(house: House, error: Exception) -> None:
     def ends(messages: Any) -> None:
         raise error
 
-    episode = Episode(ends)
+    episode = AgentEpisode(ends)
     _, door = house.admit(episode)
     with pytest.raises(openai.InternalServerError, match=str(error)):
         ask(house, door)
@@ -234,11 +234,11 @@ def test_errors_are_openais(house: House) -> None:
     def breaks(messages: Any) -> None:
         raise ZeroDivisionError("of ours")
 
-    _, door = house.admit(Episode(refuses))
+    _, door = house.admit(AgentEpisode(refuses))
     with pytest.raises(openai.BadRequestError, match="too long") as caught:
         ask(house, door)
     assert caught.value.code == "context_length_exceeded"
-    _, door = house.admit(Episode(breaks))
+    _, door = house.admit(AgentEpisode(breaks))
     with pytest.raises(openai.InternalServerError, match="ZeroDivisionError: of ours"):
         ask(house, door)
 
@@ -286,7 +286,7 @@ DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     ],
 )
 def test_a_body_that_is_no_request_is_said_to_be_none(house: House, body: bytes, expected: Any) -> None:
-    episode = Episode()
+    episode = AgentEpisode()
     _, door = house.admit(episode)
     assert house.post(door, body) == expected
     assert episode.asked == []
@@ -321,7 +321,7 @@ def test_half_a_request_has_its_deadline_and_holds_nobody_up(house: House) -> No
 
 def test_a_slow_reader_holds_nobody_up(house: House) -> None:
     """What it does not take is more than any buffer of the system holds."""
-    _, door = house.admit(Episode(content="x" * (64 << 20)))
+    _, door = house.admit(AgentEpisode(content="x" * (64 << 20)))
     body = json.dumps({"messages": HI}).encode()
     _, other = house.admit()
     with socket.create_connection(("127.0.0.1", house.server.port), timeout=DEADLINE_S) as slow:
@@ -359,7 +359,7 @@ def test_an_address_where_nobody_can_listen() -> None:
 def test_everywhere_means_an_address_that_others_reach() -> None:
     server = DoorServer("0.0.0.0", print)
     try:
-        _, door = server.admit(Episode())  # type: ignore[arg-type]
+        _, door = server.admit(AgentEpisode())  # type: ignore[arg-type]
         assert "0.0.0.0" not in door.url
         with openai.OpenAI(base_url=door.url, api_key=door.key) as client:
             assert [model.id for model in client.models.list()] == ["policy"]

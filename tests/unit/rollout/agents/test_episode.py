@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from grpo.model.messages import Message, Tools
-from grpo.rollout.agents.episode import Episode
+from grpo.rollout.agents.episode import AgentEpisode
 from grpo.rollout.agents.protocol import AgentReply, RequestError
+from grpo.rollout.turns.episode import EpisodeLimits
 from grpo.rollout.turns.sampler import Turn
-from grpo.rollout.turns.talk import TalkLimits
 
 USER, MODEL, END = 1, 2, 3
 HI: Message = {"role": "user", "content": "hi"}
@@ -62,8 +62,8 @@ class Agent:
             await asyncio.sleep(0)
             return call()
 
-        limits = TalkLimits(max_completion_tokens=most, max_turn_tokens=turn, max_tool_turns=0)
-        self.episode = Episode(
+        limits = EpisodeLimits(max_completion_tokens=most, max_turn_tokens=turn, max_tool_turns=0)
+        self.episode = AgentEpisode(
             0,
             sampler=self.sampler,  # type: ignore[arg-type]
             template=Template(),  # type: ignore[arg-type]
@@ -82,8 +82,8 @@ class Agent:
     def trained(self) -> tuple[list[int], list[int], list[int]]:
         chain = self.episode.chosen()
         assert chain is not None
-        assert len(chain.talk.logprobs) == len(chain.talk.token_ids) == len(chain.talk.tool_mask)
-        return chain.prompt, chain.talk.token_ids, chain.talk.tool_mask
+        assert len(chain.episode.logprobs) == len(chain.episode.token_ids) == len(chain.episode.tool_mask)
+        return chain.prompt, chain.episode.token_ids, chain.episode.tool_mask
 
 
 def user(text: str) -> Message:
@@ -102,7 +102,7 @@ def test_a_request_that_goes_on_continues_the_token_ids() -> None:
     assert agent.episode.num_dropped() == 0
     chain = agent.episode.chosen()
     assert chain is not None
-    assert [message["role"] for message in chain.talk.messages] == ["assistant", "user", "assistant"]
+    assert [message["role"] for message in chain.episode.messages] == ["assistant", "user", "assistant"]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from examples.calculator_model import END
 from grpo.faults.users_code import Worker
 from grpo.model.messages import MessageTemplate
 from grpo.rollout.agents.door import DoorServer
-from grpo.rollout.agents.episode import Chain, Episode
+from grpo.rollout.agents.episode import AgentEpisode, Chain
+from grpo.rollout.turns.episode import EpisodeLimits
 from grpo.rollout.turns.sampler import Turn
-from grpo.rollout.turns.talk import TalkLimits
 from tests.support.speaking_engine import TOKENIZER, call
 
 SAYS = [call("times", a=12, b=34), f"It is 408.{END}"]
@@ -42,7 +42,7 @@ def times(a: int, b: int) -> int:
 
 def text_of(chain: Chain, *, own: bool) -> str:
     """What the model has said, or what others have."""
-    pairs = zip(chain.talk.token_ids, chain.talk.tool_mask, strict=True)
+    pairs = zip(chain.episode.token_ids, chain.episode.tool_mask, strict=True)
     return TOKENIZER.decode([token for token, is_own in pairs if is_own == own])
 
 
@@ -52,11 +52,11 @@ def test_pydantic_ai() -> None:
     def render(call: Callable[[], Any]) -> Any:
         return asyncio.wrap_future(renderer.run(call))
 
-    episode = Episode(
+    episode = AgentEpisode(
         0,
         sampler=speaker,  # type: ignore[arg-type]
         template=MessageTemplate(TOKENIZER),
-        limits=TalkLimits(max_completion_tokens=LONG, max_turn_tokens=LONG, max_tool_turns=9),
+        limits=EpisodeLimits(max_completion_tokens=LONG, max_turn_tokens=LONG, max_tool_turns=9),
         render=render,
     )
     server = DoorServer("127.0.0.1", lambda line: None)

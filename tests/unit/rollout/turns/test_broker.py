@@ -86,7 +86,7 @@ def test_one_rank_takes_five_turns_another_none_a_third_asks_for_all_at_once(ran
     ranks = ranks_of(ThreadedEngine("engine 0"), ThreadedEngine("engine 1"), ranks=3)
     first, _, third = ranks.samplers
 
-    async def talk() -> list[list[int]]:
+    async def episode() -> list[list[int]]:
         said, heard = [4, 5], []
         for turn in range(5):
             answer = await first.sample(said, row=2, turn=turn)
@@ -96,7 +96,7 @@ def test_one_rank_takes_five_turns_another_none_a_third_asks_for_all_at_once(ran
         return heard
 
     done: list[list[list[int]]] = []
-    thread = threading.Thread(target=lambda: done.append(asyncio.run(talk())))
+    thread = threading.Thread(target=lambda: done.append(asyncio.run(episode())))
     thread.start()
     prompts = [[row, row] for row in range(9)]
     turns = third.sample_all(prompts)
@@ -130,7 +130,7 @@ def test_seeds_follow_from_rank_row_and_turn_and_a_first_turn_has_todays() -> No
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_turns_of_a_conversation_go_to_the_engine_that_has_its_beginning(ranks_of: Any) -> None:
+def test_turns_of_a_episode_go_to_the_engine_that_has_its_beginning(ranks_of: Any) -> None:
     engines = [ThreadedEngine(f"engine {number}") for number in range(3)]
     ranks = ranks_of(*engines, ranks=1, node=1)
     sampler = ranks.samplers[0]
@@ -276,9 +276,9 @@ def test_a_turn_that_is_cancelled_is_forgotten_and_a_rank_that_goes_is_too(ranks
     asked = [channel.ask(np.array([1], np.int32), **turn) for channel in ranks.channels]
     wait_until(lambda: len(engine.samples) == 2)
     assert asked[0].cancel()
-    wait_until(lambda: ("abort", (0,)) in engine.told or ("abort", (1,)) in engine.told)
+    wait_until(lambda: ("abort", (0,)) in engine.reported or ("abort", (1,)) in engine.reported)
     ranks.channels[1].close()
-    wait_until(lambda: {word for word, _ in engine.told if word == "abort"} and len(engine.told) == 4)
+    wait_until(lambda: {word for word, _ in engine.reported if word == "abort"} and len(engine.reported) == 4)
     with pytest.raises(ConnectionError, match="local main is gone"):
         asked[1].result(DEADLINE_S)
 
@@ -313,7 +313,8 @@ def test_nothing_listens_once_all_ranks_are_there_and_nonsense_is_shown_the_door
 
 
 def test_a_stall_that_weights_have_ended_since_is_none(node: Node, ranks_of: Any) -> None:
-    """An engine that dies between two batches is back with the next push; one that dies behind a push is missed."""
+    """An engine that dies between two batches is back with the next weight sync; one that dies behind a weight sync is
+    missed."""
     engine = ThreadedEngine("engine 0")
     ranks = ranks_of(engine, ranks=1)
     engine.die()
@@ -348,7 +349,7 @@ def test_a_turn_that_nobody_waits_for_any_more_is_given_up(ranks_of: Any) -> Non
 
     with pytest.raises(TimeoutError):
         asyncio.run(impatient())
-    wait_until(lambda: "abort" in {word for word, _ in engine.told})
+    wait_until(lambda: "abort" in {word for word, _ in engine.reported})
     assert not ranks.samplers[0].asked
 
 

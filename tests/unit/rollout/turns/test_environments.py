@@ -20,7 +20,7 @@ from grpo.rollout.turns.tools import Toolbox, ToolRunner
 DEADLINE_S = 20.0
 
 
-class Room:
+class Home:
     """Where everything has been called."""
 
     def __init__(self) -> None:
@@ -63,30 +63,30 @@ class Room:
         self.threads.append(threading.get_ident())
 
 
-def rooms(number: int, kind: Any = Room) -> list[Any]:
+def spaces(number: int, kind: Any = Home) -> list[Any]:
     factory = in_their_threads(kind, of_all=True, prepare=lambda: None)
     return [factory() for _ in range(number)]
 
 
 def test_each_lives_in_one_thread_of_its_own() -> None:
-    one, two = rooms(2)
-    for room in (one, two):
-        assert room.reset(who="you") == "hello, you"
-        assert room.enter(door=1) == "4 calls"
-        assert room.get_reward() == 1.0
-        assert room.last == "get_reward"
+    one, two = spaces(2)
+    for space in (one, two):
+        assert space.reset(who="you") == "hello, you"
+        assert space.enter(door=1) == "4 calls"
+        assert space.get_reward() == 1.0
+        assert space.last == "get_reward"
     assert len({one.threads[0], two.threads[0], threading.get_ident()}) == 3
 
 
 def test_trl_and_rewards_see_the_class_as_it_is() -> None:
     """As TRL 1.16 looks for tools, names rewards and tells kinds apart."""
-    one, two = rooms(2)
+    one, two = spaces(2)
     assert type(one) is type(two)
-    assert isinstance(one, Room)
-    assert type(one).__name__ == "Room"
+    assert isinstance(one, Home)
+    assert type(one).__name__ == "Home"
     names = [name for name, _ in inspect.getmembers(type(one), inspect.isfunction) if not name.startswith("_")]
     assert names == ["enter", "get_reward", "listen", "look", "reset", "rules"]
-    assert get_json_schema(one.enter) == get_json_schema(Room().enter)
+    assert get_json_schema(one.enter) == get_json_schema(Home().enter)
     assert one.enter.__name__ == "enter"
     assert inspect.iscoroutinefunction(one.listen)
     assert one.rules() == "none"
@@ -94,10 +94,10 @@ def test_trl_and_rewards_see_the_class_as_it_is() -> None:
 
 
 def test_which_are_meant() -> None:
-    class Plain(Room): ...
+    class Plain(Home): ...
 
     @in_threads
-    class Declared(Room): ...
+    class Declared(Home): ...
 
     factories = {"plain": Plain, "declared": Declared}
     wrapped = in_their_threads(factories, of_all=False, prepare=lambda: None)
@@ -107,12 +107,12 @@ def test_which_are_meant() -> None:
 
 
 def test_what_they_raise_comes_here() -> None:
-    class Broken(Room):
+    class Broken(Home):
         def reset(self, **columns: Any) -> str:
             raise OSError("the game server is down")
 
     with pytest.raises(OSError, match="the game server is down"):
-        rooms(1, Broken)[0].reset()
+        spaces(1, Broken)[0].reset()
 
 
 def test_one_that_cannot_live_elsewhere_says_so() -> None:
@@ -120,49 +120,51 @@ def test_one_that_cannot_live_elsewhere_says_so() -> None:
         __slots__ = ()
 
     with pytest.raises(TypeError, match=r"Slotted cannot live in a thread of its own .* leave max_tool_threads"):
-        rooms(1, Slotted)
+        spaces(1, Slotted)
 
 
 def test_its_thread_ends_with_it() -> None:
-    (room,) = rooms(1)
-    thread = next(each for each in threading.enumerate() if each.ident == room.threads[0])
-    gone = weakref.ref(room)
-    del room
+    (space,) = spaces(1)
+    thread = next(each for each in threading.enumerate() if each.ident == space.threads[0])
+    gone = weakref.ref(space)
+    del space
     gc.collect()
     assert gone() is None
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
 
 
-def told(room: Any, *names: str, **runner: Any) -> list[str]:
+def reported(space: Any, *names: str, **runner: Any) -> list[str]:
     tools = ToolRunner(timeout_s=DEADLINE_S, main=MainThread(), max_threads=None, max_abandoned=4)
     tools.timeout_s = runner.pop("timeout_s", DEADLINE_S)
     tools.begin(1)
     calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in names]
-    box = Toolbox(sync={name: getattr(room, name) for name in names})
+    box = Toolbox(sync={name: getattr(space, name) for name in names})
     return [message["content"] for message in asyncio.run(tools.run(calls, box, 0))]
 
 
 def test_tools_are_called_where_it_lives() -> None:
-    (room,) = rooms(1)
-    assert told(room, "look", "look") == ["2 calls", "3 calls"]
-    assert set(room.threads) == {room.threads[0]}
+    (space,) = spaces(1)
+    assert reported(space, "look", "look") == ["2 calls", "3 calls"]
+    assert set(space.threads) == {space.threads[0]}
 
 
 def test_one_that_hangs_is_still_asked_for_its_reward() -> None:
     release = threading.Event()
 
-    class Stuck(Room):
+    class Stuck(Home):
         def wait(self) -> None:
             """Wait."""
             release.wait()
 
-    (room,) = rooms(1, Stuck)
-    assert told(room, "wait", timeout_s=0.1) == ["{'error': 'tool wait has not returned within 0.1 s (tool_timeout)'}"]
+    (space,) = spaces(1, Stuck)
+    assert reported(space, "wait", timeout_s=0.1) == [
+        "{'error': 'tool wait has not returned within 0.1 s (tool_timeout)'}"
+    ]
     begun = time.monotonic()
-    assert room.get_reward() == 2.0
+    assert space.get_reward() == 2.0
     assert time.monotonic() - begun < DEADLINE_S
-    home = home_of(room.wait)
+    home = home_of(space.wait)
     assert home is not None
     assert home.is_lost
     release.set()

@@ -1,4 +1,4 @@
-"""Random batches of conversations through TRL's own `_tool_call_loop` and through ours: everything is the same.
+"""Random batches of episodes through TRL's own `_tool_call_loop` and through ours: everything is the same.
 
 The model, the tools and the template are made up, and follow from what they are given. Two of the tools share a
 counter: their answers say in which order rows have called them.
@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from trl.trainer import grpo_trainer
 
+from grpo.rollout.turns.episode import EpisodeLimits
 from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.rollouts import EpisodeRow, Rollouts, as_trl_takes_them
 from grpo.rollout.turns.sampler import Turn
-from grpo.rollout.turns.talk import TalkLimits
 from grpo.rollout.turns.tools import Message, Toolbox, ToolRunner
 
 BATCHES = 400
@@ -147,7 +147,7 @@ def trls(batch: Batch, loop: asyncio.AbstractEventLoop) -> tuple[Any, ...]:
 def ours(batch: Batch, loop: asyncio.AbstractEventLoop) -> tuple[Any, ...]:
     toolbox, main = make_toolbox(), MainThread()
     rollouts = Rollouts(
-        limits=TalkLimits(max_completion_tokens=batch.most, max_turn_tokens=batch.most, max_tool_turns=batch.turns),
+        limits=EpisodeLimits(max_completion_tokens=batch.most, max_turn_tokens=batch.most, max_tool_turns=batch.turns),
         tools=ToolRunner(timeout_s=60, main=main, max_threads=None, max_abandoned=0),
         is_function=False,
         prepare=lambda: None,

@@ -26,7 +26,7 @@ RECORD = FailureRecord(node=1, rank=3, host="far", phase="train", cause="a fault
 def answers(
     *rows: Callable[[], Any], check: Callable[[], None] = lambda: None, left_s: float = DEADLINE_S, **runner: Any
 ) -> list[str]:
-    """What the model is told by the tool of each row; all of them call at once, and this thread serves them."""
+    """What the model is reported by the tool of each row; all of them call at once, and this thread serves them."""
     main = MainThread()
     tools = ToolRunner(**{"timeout_s": DEADLINE_S, "main": main, "max_threads": None, "max_abandoned": 4, **runner})
     batch = tools.begin(len(rows))
@@ -118,7 +118,7 @@ def test_one_that_hangs_is_interrupted_and_the_others_go_on() -> None:
     assert sys.stdout is stdout
 
 
-def test_errors_and_exits_are_told() -> None:
+def test_errors_and_exits_are_reported() -> None:
     def stops() -> None:
         next(iter(()))
 

@@ -1,4 +1,4 @@
-"""In conversations, too, an engine has to know what it samples."""
+"""In episodes, too, an engine has to know what it samples."""
 
 import math
 

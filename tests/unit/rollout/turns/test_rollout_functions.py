@@ -258,21 +258,21 @@ def sets_an_alarm() -> None:
 def in_its_way(way: str, before: Callable[[], None] = lambda: None) -> Any:
     """A rollout function that asks for two turns of each row, by `generate` or by `sample`."""
 
-    async def talk(row: int, trainer: GRPOTrainer) -> tuple[list[int], list[float]]:
+    async def episode(row: int, trainer: GRPOTrainer) -> tuple[list[int], list[float]]:
         turns = [
             await trainer.vllm_generation.sample([5] * (turn + 1), row=row, turn=turn, max_tokens=40)
             for turn in range(2)
         ]
         return turns[0].token_ids, turns[0].logprobs
 
-    async def talks(trainer: GRPOTrainer) -> list[Any]:
-        return await asyncio.gather(*(talk(row, trainer) for row in range(8)))
+    async def episodes(trainer: GRPOTrainer) -> list[Any]:
+        return await asyncio.gather(*(episode(row, trainer) for row in range(8)))
 
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         before()
         if way == "generate":
             return generates([[5]] * 8, [[5, 5]] * 8)(prompts, trainer)
-        said, logprobs = zip(*asyncio.run(talks(trainer)), strict=True)
+        said, logprobs = zip(*asyncio.run(episodes(trainer)), strict=True)
         return {"prompt_ids": [[5]] * 8, "completion_ids": [*said], "logprobs": [*logprobs]}
 
     return rollout

@@ -55,12 +55,12 @@ def test_whatever_it_returns_becomes_a_message(returned: Any, shown: Any) -> Non
 
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_what_is_no_text_ends_the_job(kind: str) -> None:
-    """Its placeholder would stand in the conversation with nothing behind it."""
+    """Its placeholder would stand in the episode with nothing behind it."""
     with pytest.raises(ValueError, match=rf"tool shows returned a part of type '{kind}' \[GRPO-617\]: .*from tools"):
         run(runner(), call("shows"), shows=lambda: [{"type": "text", "text": "see"}, {"type": kind, kind: object()}])
 
 
-def test_errors_are_told_as_trl_tells_them() -> None:
+def test_errors_are_reported_as_trl_reports_them() -> None:
     def fails(a: int) -> int:
         raise ValueError(f"no {a}")
 
@@ -102,7 +102,7 @@ def test_asynchronous_tools_run_together_and_come_last() -> None:
 
 
 @pytest.mark.parametrize("ends", [SystemExit(3), KeyboardInterrupt()])
-def test_an_exit_is_told_as_any_other_error(ends: BaseException) -> None:
+def test_an_exit_is_reported_as_any_other_error(ends: BaseException) -> None:
     """Code that the model wrote, say; it would end the event loop, and its thread."""
 
     async def leaves() -> None:
@@ -175,7 +175,7 @@ def test_a_limit_of_those_that_hang() -> None:
     release.set()
 
 
-def test_conversations_share_the_threads() -> None:
+def test_episodes_share_the_threads() -> None:
     """As many calls at a time as are allowed, and one that hangs gives its place back."""
     now, most, lock = 0, 0, threading.Lock()
 
@@ -220,7 +220,7 @@ def test_one_thread_is_the_same_for_all_calls_until_one_hangs() -> None:
     release.set()
 
 
-def test_a_conversation_whose_call_hangs_calls_nothing_more() -> None:
+def test_a_episode_whose_call_hangs_calls_nothing_more() -> None:
     release = threading.Event()
     said: list[str] = []
 

@@ -163,9 +163,7 @@ def test_a_batch_that_does_not_end_says_what_it_waits_for(make: Make) -> None:
 
 
 @pytest.mark.parametrize("max_tool_threads", [None, 8])
-def test_an_environment_whose_call_hangs_is_used_for_no_other_conversation(
-    make: Make, max_tool_threads: int | None
-) -> None:
+def test_an_environment_whose_call_hangs_is_used_for_no_other_episode(make: Make, max_tool_threads: int | None) -> None:
     release, made = threading.Event(), []
 
     class Stuck(Guessing):
@@ -250,7 +248,7 @@ def calm(make: Make, script: Script) -> list[dict[str, Any]]:
     return _calm[0]
 
 
-def test_an_engine_that_dies_in_mid_conversation_comes_back_and_nothing_changes(
+def test_an_engine_that_dies_in_mid_episode_comes_back_and_nothing_changes(
     make: Make, script: Script, calm: list[dict[str, Any]]
 ) -> None:
     script.deaths.append(("submit", 11))  # in the second turns
@@ -260,11 +258,11 @@ def test_an_engine_that_dies_in_mid_conversation_comes_back_and_nothing_changes(
     assert stirred[0]["engine/requests_reissued"] > 0
 
 
-@pytest.mark.parametrize("death", ["in a push", "idle"])
+@pytest.mark.parametrize("death", ["in a weight sync", "idle"])
 def test_an_engine_that_dies_between_batches_comes_back_too(
     make: Make, script: Script, calm: list[dict[str, Any]], death: str
 ) -> None:
-    if death == "in a push":
+    if death == "in a weight sync":
         script.deaths.append(("update_weights", 2))
 
     def right_and_deadly(completions: list[Any], **more: Any) -> list[float]:
@@ -276,8 +274,8 @@ def test_an_engine_that_dies_between_batches_comes_back_too(
     trainer = make(calculates, right_and_deadly, tools=[times])
     stirred = steps_of(trainer)
     assert [step["loss"] for step in calm] == [step["loss"] for step in stirred]
-    assert stirred[-1]["engine/respawns"] == 1
-    assert stirred[-1]["push/repeats"] == (death == "in a push")
+    assert stirred[-1]["engine/restarts"] == 1
+    assert stirred[-1]["weight_sync/repeats"] == (death == "in a weight sync")
 
 
 def test_an_engine_that_dies_while_a_tool_hangs_comes_back_when_that_is_interrupted(make: Make, script: Script) -> None:
@@ -299,13 +297,13 @@ def test_an_engine_that_dies_while_a_tool_hangs_comes_back_when_that_is_interrup
 
     hangs.__name__ = "times"
     first, _ = steps_of(make(calculates, tools=[hangs], config={"tool_timeout": 0.5, **LONG}))
-    assert first["engine/respawns"] == 1
+    assert first["engine/restarts"] == 1
     assert first["tools/abandoned"] == 1
     assert first["reward"] == 3 / 8
 
 
 def test_a_failure_elsewhere_is_no_failure_of_a_tool_that_catches_everything(make: Make) -> None:
-    told: list[str] = []
+    reported: list[str] = []
 
     def catches(a: int, b: int) -> str:
         """The product, whatever happens.
@@ -320,7 +318,7 @@ def test_a_failure_elsewhere_is_no_failure_of_a_tool_that_catches_everything(mak
             while True:
                 time.sleep(0.01)
         except Exception as error:  # noqa: BLE001  as users write it
-            told.append(type(error).__name__)
+            reported.append(type(error).__name__)
         failing.join()
         return "all is well"
 
@@ -328,12 +326,12 @@ def test_a_failure_elsewhere_is_no_failure_of_a_tool_that_catches_everything(mak
     trainer = make(calculates, tools=[catches])
     with pytest.raises(JobFailed, match="a fault elsewhere"):
         trainer.train()
-    assert told == ["JobFailed"]
+    assert reported == ["JobFailed"]
 
 
-def test_with_respawn_used_up_the_job_ends_with_the_engines_death(make: Make, script: Script) -> None:
+def test_with_restart_used_up_the_job_ends_with_the_engines_death(make: Make, script: Script) -> None:
     script.deaths.append(("submit", 11))
-    trainer = make(calculates, tools=[times], config={"vllm_max_respawns": 0})
+    trainer = make(calculates, tools=[times], config={"vllm_max_restarts": 0})
     with pytest.raises(JobFailed, match="killed by signal 9"):
         trainer.train()
 
@@ -341,7 +339,7 @@ def test_with_respawn_used_up_the_job_ends_with_the_engines_death(make: Make, sc
 # -- prompts that no engine takes -------------------------------------------------------------------------------------
 
 
-def test_a_prompt_without_room_is_left_out_and_its_rewards_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_without_space_is_left_out_and_its_rewards_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": [{"role": "user", "content": text}], "answer": 408} for text in ("12*34", "12*34" + 90 * " ")]
     data = Dataset.from_list(rows)
     shown: list[int] = []

@@ -13,7 +13,7 @@ def order_of(*rows: list[tuple[int, bool]]) -> list[int]:
     """
     turnstile, passed = Turnstile(len(rows)), []
 
-    async def talk(row: int, messages: list[tuple[int, bool]]) -> None:
+    async def episode(row: int, messages: list[tuple[int, bool]]) -> None:
         for steps, waits in messages:
             for _ in range(steps):
                 await asyncio.sleep(0)
@@ -21,10 +21,10 @@ def order_of(*rows: list[tuple[int, bool]]) -> list[int]:
                 passed.append(row)
         turnstile.leave(row)
 
-    async def talks() -> None:
-        await asyncio.wait_for(asyncio.gather(*(talk(row, messages) for row, messages in enumerate(rows))), 20)
+    async def episodes() -> None:
+        await asyncio.wait_for(asyncio.gather(*(episode(row, messages) for row, messages in enumerate(rows))), 20)
 
-    asyncio.run(talks())
+    asyncio.run(episodes())
     return passed
 
 

@@ -1,0 +1,171 @@
+"""Telling a mistake: one message from one rank, a record for torchrun and one for the scheduler, no traceback."""
+
+import ast
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from grpo.faults.failure import JobFailed
+from grpo.faults.kinds import ends_job, is_for_user, kind_of, text_of, users_frame
+from grpo.place.launch import read_launch
+from grpo.place.log import FILE_ONLY, start_log
+from grpo.place.spelling import did_you_mean
+from grpo.record.durable import write_atomically
+from grpo.record.files import note_failure
+from grpo.record.folder import record_early_failure
+
+_log = logging.getLogger(__name__)
+
+MAX_LINES = 6
+TRACEBACK_VARIABLE = "GRPO_TRACEBACK"
+RANK_ZERO_S = 5.0  # that another rank gives rank 0 to tell first, before its own end makes the launcher end rank 0
+
+UNUSED = "Some specified arguments are not used by the HfArgumentParser"
+_IS_MISTAKE = "_grpo_is_mistake"  # on an error that is reported already
+
+
+@dataclass(slots=True)
+class Teller:
+    """What `reporting_mistakes` knows of the job so far."""
+
+    output_dir: Path | None
+    """Where `run_state.json` is written, as soon as it is known; None: the trainer alone does."""
+
+
+@contextlib.contextmanager
+def reporting_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Teller]:
+    """Around a rank's whole program: tells what fails in it, once, and raises it on.
+
+    A mistake, which is the user's or a device's memory, and ends the job: rank 0 writes at most `MAX_LINES` lines to
+    stderr, and the interpreter then ends with exit code 1 and without a traceback, unless GRPO_TRACEBACK=1. On every
+    rank torchelastic's error file gets the same message, which is what torchrun's summary shows. Other errors keep
+    their traceback, and are recorded for torchrun as its `@record` does. What ends the job stands in `run_state.json`.
+    Nests: the innermost one tells.
+    """
+    teller = Teller(None if output_dir is None else Path(output_dir))
+    _silence_what_is_reported()
+    start_log()
+    try:
+        yield teller
+    except BaseException as error:
+        if not hasattr(error, _IS_MISTAKE):
+            setattr(error, _IS_MISTAKE, is_for_user(kind_of(error)) and ends_job(error))
+            _tell(error, teller.output_dir)
+        raise
+
+
+def message_of(error: BaseException) -> str:
+    """A mistake in at most `MAX_LINES` lines: value and fix, and where in the user's own code it was raised."""
+    if isinstance(error, JobFailed):
+        own, record = error.__cause__, error.record
+        if own is None or text_of(own) != record.cause:
+            place = f" (rank {record.rank} on {record.host})" if record.rank else ""
+            return _cut(record.cause.removeprefix(f"{ValueError.__name__}: ") + place, MAX_LINES)
+        return message_of(own)  # which says the same, of this rank
+    if isinstance(error, SyntaxError):
+        return _cut(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}", MAX_LINES)
+    text = text_of(error)
+    if type(error) is ValueError and str(error):
+        text = text.removeprefix(f"{ValueError.__name__}: ")
+    if text.startswith(UNUSED):
+        text = _with_near_flags(text)
+    where = users_frame(error)
+    return _cut(text, MAX_LINES - (where is not None)) + (f"\n  in {where}" if where is not None else "")
+
+
+def _with_near_flags(text: str) -> str:
+    """transformers' complaint of flags that it does not know, with those that were probably meant."""
+    from grpo.config import GRPOConfig
+
+    known = [f"--{name}" for name in GRPOConfig.__dataclass_fields__]
+    words = ast.literal_eval(text.removeprefix(UNUSED).strip(" :"))
+    flags = [word for word in words if word.startswith("--")]
+    return f"unknown options: {', '.join(flag + did_you_mean(flag.split('=')[0], known) for flag in flags)}"
+
+
+def _cut(text: str, lines: int) -> str:
+    kept = [line.rstrip() for line in text.strip().splitlines() if line.strip()]
+    return "\n".join(kept if len(kept) <= lines else [*kept[: lines - 1], f"… ({len(kept) - lines + 1} more lines)"])
+
+
+def _tell(error: BaseException, output_dir: Path | None) -> None:
+    if isinstance(error, (KeyboardInterrupt, GeneratorExit)) or (isinstance(error, SystemExit) and not error.code):
+        return
+    rank, local_rank = _place()
+    is_mistake = getattr(error, _IS_MISTAKE)
+    message = text_of(error)
+    if is_mistake:
+        message = message_of(error) if not isinstance(error, SystemExit) else f"the script ended itself: {error}"
+        if rank == 0 and not isinstance(error, SystemExit):  # argparse, or the interpreter, says why
+            sys.stderr.write(f"[grpo] {message}\n")
+            _log.error("%s", message, extra=FILE_ONLY)
+    note_failure(os.environ, message, kind_of(error))
+    if rank == 0 and output_dir is not None and ends_job(error):
+        record_early_failure(output_dir, os.environ, text_of(error), kind_of(error))
+    _write_error_file(message, message if is_mistake and not _shows_tracebacks() else traceback.format_exc())
+    if is_mistake:
+        _await_rank_zero(local_rank)
+
+
+def _shows_tracebacks() -> bool:
+    return os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
+
+
+def _place() -> tuple[int, int]:
+    try:
+        launch = read_launch(os.environ)
+    except ValueError:  # which may be the mistake
+        return 0, 0
+    return launch.rank, launch.local_rank
+
+
+def _error_file() -> Path | None:
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file) if file else None
+
+
+def _write_error_file(message: str, callstack: str) -> None:
+    """As torch's `ErrorHandler.record_exception` does, of which torchrun shows `py_callstack`; without torch."""
+    file = _error_file()
+    if file is None:
+        return
+    extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):  # it must not hide the error
+        write_atomically(file, json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+def _await_rank_zero(local_rank: int) -> None:
+    """Until this node's first rank has told: torchrun keeps the files of a node's ranks next to each other."""
+    file = _error_file()
+    if file is None or not local_rank:
+        return
+    deadline = time.monotonic() + RANK_ZERO_S
+    while not (file.parent.parent / "0" / file.name).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+class _Hook:
+    """An excepthook for what nobody catches: nothing more about what is reported, unless the traceback is asked for.
+
+    The failure watch puts its own before it, and calls this one.
+    """
+
+    def __init__(self) -> None:
+        self._before = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not getattr(error, _IS_MISTAKE, False) or _shows_tracebacks():
+            self._before(kind, error, trace)
+
+
+def _silence_what_is_reported() -> None:
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook()

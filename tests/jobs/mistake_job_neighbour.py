@@ -1,0 +1,3 @@
+"""What mistake_job.py imports."""
+
+HERE = __name__

@@ -1,3 +1,0 @@
-"""What told_job.py imports."""
-
-HERE = __name__

@@ -1,0 +1,180 @@
+"""What is told of a mistake, by whom, and what torchrun and the scheduler read; in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo.faults.failure import FailureKind, FailureRecord, JobFailed
+from grpo.ops.mistakes import MAX_LINES, message_of, reporting_mistakes
+from grpo.record.files import read_run_state
+from tests.support.launching import ROOT
+
+DEADLINE_S = 60
+HEAD = "import sys\nfrom grpo.ops.mistakes import reporting_mistakes\n"
+
+
+def program(folder: Path, body: str, *, rank: int = 0, **env: str) -> tuple[subprocess.Popen, Path]:
+    """`body` as a rank's program, and where torchrun would look for its error."""
+    script = folder / "script.py"
+    script.write_text(HEAD + body)
+    error_file = folder / "attempt_0" / str(rank) / "error.json"
+    error_file.parent.mkdir(parents=True)
+    ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_ERROR_FILE": str(error_file), **ranks, **env},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return process, error_file
+
+
+def run(folder: Path, body: str, **env: str) -> tuple[int, str, dict]:
+    """Exit code, stderr, and what stands in torchrun's file; {} without one."""
+    process, error_file = program(folder, body, **env)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, errors, json.loads(error_file.read_text()) if error_file.exists() else {}
+
+
+def test_a_mistake_is_reported_once(tmp_path: Path) -> None:
+    body = (
+        "with reporting_mistakes():\n"
+        "    with reporting_mistakes(sys.path[0] + '/out'):\n"
+        "        raise ValueError('beta is x: write a number')\n"
+    )
+    code, errors, record = run(tmp_path, body, GRPO_JOB="17")
+    assert code == 1
+    assert errors.splitlines() == [
+        "[grpo] beta is x: write a number",
+        f"  in {tmp_path}/script.py:5, in <module>: raise ValueError('beta is x: write a number')",
+    ]
+    extra = record["message"]["extraInfo"]
+    assert extra["py_callstack"] == record["message"]["message"] == errors.removeprefix("[grpo] ").rstrip("\n")
+    state = read_run_state(tmp_path / "out")
+    assert state is not None
+    assert (state.state, state.kind, state.job) == ("failed", "user", "17")
+
+
+def test_the_traceback_can_be_asked_for(tmp_path: Path) -> None:
+    code, errors, record = run(tmp_path, "with reporting_mistakes():\n    raise ValueError('x')\n", GRPO_TRACEBACK="1")
+    assert code == 1
+    assert errors.startswith("[grpo] x\n")
+    assert "Traceback (most recent call last)" in errors
+    assert "Traceback (most recent call last)" in record["message"]["extraInfo"]["py_callstack"]
+
+
+def test_want_of_memory_is_reported_as_a_mistake(tmp_path: Path) -> None:
+    """With the phase, what was asked for, who holds the rest, and two settings."""
+    body = (
+        "import torch\n"
+        "def compute_loss():\n"
+        "    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity "
+        "of 80.00 GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has 79.00 GiB memory')\n"
+        "with reporting_mistakes(sys.path[0] + '/out'):\n"
+        "    compute_loss()\n"
+    )
+    code, errors, record = run(tmp_path, body, GRPO_JOB="17")
+    assert code == 1
+    error, figures, advice, page, where = errors.splitlines()
+    assert error == "[grpo] OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert figures.endswith("asked for 2.00, free 1.00 of 80.00, held by this process 79.00, by others 0.00")
+    assert advice.startswith("in the forward pass [GRPO-631]: halve per_device_train_batch_size ")
+    assert "docs/out_of_memory.md" in page
+    assert "in compute_loss: " in where
+    assert "Traceback" not in record["message"]["extraInfo"]["py_callstack"]
+    state = read_run_state(tmp_path / "out")
+    assert state is not None
+    assert (state.state, state.kind) == ("failed", "memory")
+
+
+def test_what_is_no_mistake_keeps_its_traceback(tmp_path: Path) -> None:
+    code, errors, record = run(tmp_path, "with reporting_mistakes():\n    raise RuntimeError('CUDA error: ECC')\n")
+    assert code == 1
+    assert errors.startswith("Traceback (most recent call last)")
+    assert record["message"]["message"] == "RuntimeError: CUDA error: ECC"
+    extra = record["message"]["extraInfo"]
+    assert extra["py_callstack"].startswith("Traceback")
+
+
+@pytest.mark.parametrize(("ending", "code", "recorded"), [("2", 2, True), ("0", 0, False), ("", 0, False)])
+def test_a_program_that_ends_itself(ending: str, code: int, recorded: bool, tmp_path: Path) -> None:
+    body = f"with reporting_mistakes(sys.path[0] + '/out'):\n    sys.exit({ending})\n"
+    found_code, errors, record = run(tmp_path, body)
+    assert (found_code, errors) == (code, ""), "argparse has said why"
+    assert bool(record) == recorded, "a launcher leaves its own noise out"
+    assert (read_run_state(tmp_path / "out") is not None) == recorded
+
+
+def test_other_ranks_are_silent_and_let_rank_zero_tell_first(tmp_path: Path) -> None:
+    body = "with reporting_mistakes(sys.path[0] + '/out'):\n    raise ValueError('x')\n"
+    other, error_file = program(tmp_path, body, rank=1)
+    try:
+        while not error_file.exists():
+            assert other.poll() is None, "it ended before it wrote"
+        first = run(tmp_path, body)
+        _, errors = other.communicate(timeout=DEADLINE_S)
+    finally:
+        other.kill()
+    assert (first[0], other.returncode, errors) == (1, 1, "")
+    assert json.loads(error_file.read_text())["message"]["message"].startswith("x\n")
+
+
+def test_the_message_is_short_and_names_the_users_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(**kwargs):\n    return kwargs['answer']\n")
+    code, errors, _ = run(tmp_path, "import mine\nwith reporting_mistakes():\n    mine.reward()\n")
+    assert code == 1
+    assert errors.splitlines() == [
+        "[grpo] KeyError: 'answer'",
+        f"  in {tmp_path}/mine.py:2, in reward: return kwargs['answer']",
+    ]
+
+
+def test_a_line_that_does_not_parse(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(:\n")
+    _, errors, _ = run(tmp_path, "with reporting_mistakes():\n    import mine\n")
+    assert errors.splitlines() == [f"[grpo] {tmp_path}/mine.py:1: invalid syntax: def reward(:"]
+
+
+def test_a_long_message_is_cut() -> None:
+    lines = message_of(ValueError("\n\n".join(f"line {index}" for index in range(50)))).splitlines()
+    assert len(lines) == MAX_LINES
+    assert (lines[0], lines[-1]) == ("line 0", "… (45 more lines)")
+
+
+def test_another_ranks_mistake_names_the_rank() -> None:
+    record = FailureRecord(node=1, rank=5, host="b", phase="start", cause="ValueError: no data", kind=FailureKind.USER)
+    assert message_of(JobFailed(record)) == "no data (rank 5 on b)"
+    record = FailureRecord(node=1, rank=5, host="b", phase="train", cause="full\nadvice", kind=FailureKind.MEMORY)
+    assert message_of(JobFailed(record)) == "full\nadvice (rank 5 on b)"
+
+
+def test_what_all_ranks_raise_is_reported_as_rank_zeros_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Another rank was first to record it: rank 0 raises that record from its own error."""
+    record = FailureRecord(node=0, rank=1, host="a", phase="start", cause="ValueError: no data", kind=FailureKind.USER)
+    before = sys.excepthook
+    try:
+        with pytest.raises(JobFailed), reporting_mistakes():
+            raise JobFailed(record) from ValueError("no data")
+    finally:
+        sys.excepthook = before
+    assert capsys.readouterr().err == "[grpo] no data\n"
+
+
+def test_flags_that_transformers_does_not_know_are_named_with_those_that_were_meant() -> None:
+    """As a script of the user's own meets them, whose parser is TRL's."""
+    raised = ValueError(
+        "Some specified arguments are not used by the HfArgumentParser: ['--max_step', '5', '--learning_rat=1e-3']"
+    )
+    assert message_of(raised) == (
+        "unknown options: --max_step (did you mean --max_steps?), --learning_rat=1e-3 (did you mean --learning_rate?)"
+    )
+
+
+def test_a_note_says_whose_function_raised() -> None:
+    error = ValueError("cannot score a nine")
+    error.add_note("reward function reward raised ValueError")
+    assert message_of(error) == "cannot score a nine\nreward function reward raised ValueError"
