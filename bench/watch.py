@@ -29,7 +29,7 @@ def check(nodes: Sequence[LightNode]) -> None:
     """Raises RuntimeError, with the record, where a rank has one."""
     for rank in everyone(nodes):
         if not rank.is_running():
-            raise RuntimeError(f"a false alarm: rank {rank.rank} was reported: {rank.record()}")
+            raise RuntimeError(f"a false alarm: rank {rank.rank} got: {rank.record()}")
 
 
 def hold_at_random(nodes: Sequence[LightNode], seconds: float, pause_s: float) -> tuple[int, float]:

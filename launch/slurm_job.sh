@@ -51,7 +51,7 @@ run_attempt() {
     shift
     stop_file=$output_dir/stop.$SLURM_JOB_ID.$attempt
     [[ -z $asked_to_stop ]] || : >"$stop_file"
-    # srun does not take over what sbatch was told (Slurm 22.05), and nodes may differ: what the smallest one has.
+    # srun does not take over what sbatch was given (Slurm 22.05), and nodes may differ: what the smallest one has.
     cpus=$(tr ',' '\n' <<<"$SLURM_JOB_CPUS_PER_NODE" | sed 's/(.*//' | sort -n | head -n 1)
     options=(--ntasks-per-node=1 --cpus-per-task="$cpus" --mem=0)
     # An exclusive job is given all GPUs of its nodes, but its steps only those that somebody has asked for.
@@ -103,7 +103,7 @@ run_attempt() {
 conclude_attempt() {
     local node left=() next=0
     if ((status == 2)); then # on every node, for srun returns the highest code
-        say "grpo launch did not understand what it was reported, or is not installed: $output_dir/logs says more"
+        say "grpo launch did not understand what it was given, or is not installed: $output_dir/logs says more"
         exit 2
     fi
     if ((status == 0)); then

@@ -5,7 +5,7 @@
     python -m tests.line_coverage table                   the table as measured, to put into docs/gpu.md
 
 A row stands for one function: line numbers would change with every edit. It counts the statements that are not reached,
-so that a new one in a listed function is told too.
+so that a new one in a listed function is reported too.
 """
 
 import contextlib

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-# pip's option, uv's option, and uv's own variable: where that is set, the user has told uv already.
+# pip's option, uv's option, and uv's own variable: where that is set, the user has set uv already.
 OPTIONS = (
     ("index-url", "--default-index", "UV_DEFAULT_INDEX"),
     ("extra-index-url", "--index", "UV_INDEX"),
@@ -51,7 +51,7 @@ def parse(lines: Iterable[str]) -> dict[str, str]:
 
 
 def for_uv(config: Mapping[str, str], env: Mapping[str, str] = os.environ) -> UvSettings:
-    """`config` in uv's words. pip takes the best version of all indexes, uv that of the first one unless told."""
+    """`config` in uv's words. pip takes the best version of all indexes, uv that of the first one unless asked."""
     options = []
     for option, flag, variable in OPTIONS:
         if variable not in env:

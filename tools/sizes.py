@@ -41,7 +41,7 @@ CODE_LINES = {
     # What GPUs need beside them (driver, C compiler, Python.h) 95, a folder that hangs 55.
     # Several batches under way, 650: pause and salt 110, adapters of several weight syncs 160, ages and accounts 120,
     # the engines' log-probabilities under PPO's clip 120, backlog 30, senders and refusals moved into files of their
-    # own. Out of memory told by phase 75, files and flags that are mixed up 20, versions outside of the tested ranges
+    # own. Out of memory by phase 75, files and flags that are mixed up 20, versions outside of the tested ranges
     # 35. Which arguments are not at their defaults 10.
     # Text of multimodal and hybrid checkpoints, 210: what takes no part in it, processors, adapters around towers.
     # A dead engine's own error in place of vLLM's word of it, packages that do not fit torch 25.

@@ -79,7 +79,7 @@ OTHER_POLICY_KEYS = {
     "model_class_overrides": _OTHER_MODEL,
     "logits_processors": _OTHER_DISTRIBUTION,
     "watermark_config": _OTHER_DISTRIBUTION,
-    "enable_eplb": "vLLM moves experts between GPUs, and a weight sync would write them to their first places: remove it",
+    "enable_eplb": "vLLM moves experts between GPUs, and a weight sync would write to their first places: remove it",
 }
 
 SHARED_MODEL = (
@@ -290,7 +290,7 @@ def check_quantised_engine(method: str, *, use_cpu: bool) -> None:
         raise ValueError("vllm_engine_kwargs holds quantization 'fp8', which vLLM has for GPUs alone: remove it")
     if method == "fp8":
         warnings.warn(
-            "vllm_engine_kwargs holds quantization 'fp8': engines would round to it what each weight sync brings, which has "
+            "vllm_engine_kwargs holds quantization 'fp8': engines would round what each weight sync brings, which has "
             "not been tried on a GPU; look at weight_sync/logprob_gap_max, and set vllm_max_logprob_gap",
             stacklevel=2,
         )

@@ -298,7 +298,7 @@ class EngineClient:
         self.is_dead = True
         code = self._host.wait()
         closing = self._closing
-        # A full disk, or a folder that is gone, keeps nobody from being told.
+        # A full disk, or a folder that is gone, keeps nobody from hearing of it.
         with contextlib.suppress(OSError), self.log_path.open("ab") as log:
             log.write(self._host.first_output())  # of one that has ended before it took up its log
         self._host.end()

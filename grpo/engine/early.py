@@ -61,7 +61,7 @@ def stand_by(environment: Mapping[str, str]) -> None:
     global _waiting, _starter
     if _holds_one():
         return
-    with contextlib.suppress(OSError):  # told where it matters, when an engine is started
+    with contextlib.suppress(OSError):  # reported where it matters, when an engine is started
         _waiting, _starter = HostProcess(environment), os.getpid()
         atexit.register(drop_host)
 

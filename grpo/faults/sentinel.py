@@ -193,7 +193,7 @@ class Sentinel:
             return
         if self._failed_s is None:
             self._failed_s = now_s
-            _log.error("the job failed on %s; the ranks of this node are reported", record)
+            _log.error("the job failed on %s; the ranks of this node are informed", record)
         for rank in self._ranks.values():
             rank.is_reported = rank.is_reported or rank.send("record", record=record.as_dict())
 

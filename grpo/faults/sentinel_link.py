@@ -48,7 +48,7 @@ class SentinelLink:
         self.say("rank", rank=rank, descriptors=[self.stacks.fd, self.progress.fd])
         self.progress.close()
 
-    # -- what is told ---------------------------------------------------------------------------------------------
+    # -- to the sentinel -------------------------------------------------------------------------------------------
 
     def say_phase(self, phase: str, exchanges: int) -> None:
         """What this rank does; again later where it does not go out.
@@ -103,7 +103,7 @@ class SentinelLink:
             self._say_unsaid()
         if not self.is_gone and found is None and self._clock.tick() - self._heard_s > self._timeout_s:
             found = self._place.is_silent(self._timeout_s)
-            if self._place.pid:  # it has told it
+            if self._place.pid:  # it has sent it
                 os.kill(self._place.pid, signal.SIGKILL)  # stopped for good, perhaps: nobody else would end it
         return found
 

@@ -93,7 +93,7 @@ def _wait(store: dist.Store, key: str, patience: timedelta) -> Any:
         store.wait([key], patience)
     except dist.DistStoreError as error:
         seconds = patience.total_seconds()
-        raise SentinelError(f"no sentinel of the {key} has been told of within {seconds:.0f} s") from error
+        raise SentinelError(f"no sentinel of the {key} has been announced within {seconds:.0f} s") from error
     return json.loads(store.get(key))
 
 

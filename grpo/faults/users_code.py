@@ -26,21 +26,21 @@ _Queue = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
 @contextlib.contextmanager
-def exits_as_errors(reported: str = "", *, in_main_thread: bool = False) -> Iterator[None]:
+def exits_as_errors(prefix: str = "", *, in_main_thread: bool = False) -> Iterator[None]:
     """Around code of the user's: an `exit()` in it would end an event loop, or a rank, and nobody would hear of it.
 
     Args:
-        reported: what the error begins with; of another error than an exit a note.
+        prefix: what the error begins with; of another error than an exit a note.
         in_main_thread: where an interrupt is Ctrl-C, and stays one.
     """
     exits = SystemExit if in_main_thread else (SystemExit, KeyboardInterrupt)
     try:
         yield
     except exits as error:
-        raise RuntimeError(f"{reported}{type(error).__name__}: {error}") from error
+        raise RuntimeError(f"{prefix}{type(error).__name__}: {error}") from error
     except Exception as error:
-        if reported:
-            error.add_note(f"{reported}{type(error).__name__}")
+        if prefix:
+            error.add_note(f"{prefix}{type(error).__name__}")
         raise
 
 

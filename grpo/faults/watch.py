@@ -236,7 +236,7 @@ class FailureWatch:
         """Whether this rank was asked to stop; waits a moment for a signal that may have reached another first."""
         return self.signals.was_asked(self._timeouts.signal_patience_s)
 
-    # -- what the sentinel is told --------------------------------------------------------------------------------
+    # -- to the sentinel -----------------------------------------------------------------------------------------
 
     def _say_phase(self) -> None:
         if self._link is not None:

@@ -143,7 +143,7 @@ def _write_error_file(message: str, callstack: str) -> None:
 
 
 def _await_rank_zero(local_rank: int) -> None:
-    """Until this node's first rank has told: torchrun keeps the files of a node's ranks next to each other."""
+    """Until this node's first rank has reported: torchrun keeps the files of a node's ranks next to each other."""
     file = _error_file()
     if file is None or not local_rank:
         return

@@ -164,8 +164,8 @@ def choose_way(
     if four_bits and (why or args.vllm_lora == "merge"):
         raise ValueError(
             f"adapters on a base of four bits travel by themselves, but {why or 'vllm_lora is merge'} [GRPO-218]: "
-            "merged weights are no more those of the base, and would travel whole with every weight sync; change that, or "
-            "train without quantization_config"
+            "merged weights are no more those of the base, and would travel whole with each weight sync; change that, "
+            "or train without quantization_config"
         )
     if peft_config.lora_dropout:
         warnings.warn(

@@ -112,7 +112,7 @@ class RunHistory:
             return
         with contextlib.suppress(OSError, *DAMAGED):
             if any(each["state"] != "running" for each in self._read() if _key(each) == _key(own)):
-                return  # `record_early_failure` has told
+                return  # `record_early_failure` has reported it
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
         own["state"] = "failed" if has_failed else "finished"

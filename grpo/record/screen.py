@@ -46,7 +46,7 @@ def show_log(level: int | None = None) -> None:
     if _screen is None:
         try:
             rank = read_launch(os.environ).rank
-        except ValueError:  # told where the launch is looked at
+        except ValueError:  # reported where the launch is looked at
             rank = 0
         _screen = Screen(rank)
         logging.getLogger("grpo").addHandler(_screen)

@@ -94,8 +94,8 @@ class Verifier:
         of_pictures = self._picture_logprobs()
         if not (np.isfinite(expected).all() and np.isfinite(of_pictures).all()):
             raise FloatingPointError(
-                f"the trainer's own log-probabilities are not finite in weight sync {sync_number}: its weights hold NaN or "
-                "infinity, training has diverged; a lower learning_rate or max_grad_norm may keep it from that"
+                f"the trainer's own log-probabilities are not finite in weight sync {sync_number}: its weights hold "
+                "NaN or infinity, training has diverged; a lower learning_rate or max_grad_norm may keep it from that"
             )
         if not self._knows_padding:
             models = [self.model] if self.reference is None else [self.model, self.reference]

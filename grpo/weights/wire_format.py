@@ -71,7 +71,7 @@ def agreed(answers: Sequence[WireFormat]) -> WireFormat:
                 | ({*first.unplaced} ^ {*other.unplaced})
             )
             raise RuntimeError(
-                f"two engines hold {odd[:3]} in different forms, and one weight sync cannot serve both: run the same vLLM on "
-                "devices of one kind on all nodes"
+                f"two engines hold {odd[:3]} in different forms, and one weight sync cannot serve both: run the same "
+                "vLLM on devices of one kind on all nodes"
             )
     return first

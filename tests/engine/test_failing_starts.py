@@ -79,7 +79,7 @@ def test_a_start_that_was_killed_while_it_compiled_spoils_no_other(tiny_model: P
         client.wait_ready(START_S)
     assert {*compiled} == {path for path in libraries(tmp_path) if path.stat().st_size}, "what was compiled serves"
 
-    # Libraries that are spoilt in whatever other way: told at once, and quarantined.
+    # Libraries that are spoilt in whatever other way: reported at once, and set aside.
     for path in compiled:
         path.write_bytes(b"")
     with starting(tiny_model, tmp_path, enforce_eager=False) as client:

@@ -1,4 +1,4 @@
-"""What a cell has shown, held against what is promised: when all were gone, who told which record, what is left."""
+"""What a cell has shown, held against what is promised: when all were gone, who reported which record, what is left."""
 
 import json
 import re
@@ -116,7 +116,7 @@ def judge(
         wrong.append(f"took {seconds:.0f} s")
     if len(found) != expected.records:
         wrong.append(f"{len(found)} records" if found else "no record")
-    wrong += [f"rank {rank} told nothing" for rank in silent_ranks(job, struck, ranks)]
+    wrong += [f"rank {rank} reported nothing" for rank in silent_ranks(job, struck, ranks)]
     for words in expected.says:
         if not any(word in record for word in words.split("|") for record in found):
             wrong.append(f"the record has no {words}")

@@ -32,7 +32,7 @@ for name in names:
     print(f"--- bench.{name}", flush=True)
     try:
         importlib.import_module(f"bench.{name}").main()
-    except BaseException:  # noqa: BLE001  SystemExit too; told by the exit code
+    except BaseException:  # noqa: BLE001  SystemExit too; the exit code says so
         traceback.print_exc()
         failed.append(name)
 sys.exit(f"failed: {' '.join(failed)}" if failed else 0)

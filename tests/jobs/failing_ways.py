@@ -35,7 +35,7 @@ NODES = ["a", "b", "c"]
 
 
 def engine(folder: Path, *, vllm: str = "", kill: bool = False) -> None:
-    """Starts an engine whose vLLM does as told when it is imported."""
+    """Starts an engine whose vLLM does as asked when it is imported."""
     package = folder / "vllm_of_this_test"
     (package / "vllm").mkdir(parents=True)
     (package / "vllm" / "__init__.py").write_text(vllm)

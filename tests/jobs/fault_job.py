@@ -47,7 +47,7 @@ def write(name: str, **values: object) -> None:
 
 
 def mark(phase: str) -> None:
-    """This rank is in `phase`, behind the first step; it goes on when it is told to."""
+    """This rank is in `phase`, behind the first step; it goes on when it is asked to."""
     if settings["hold"] != phase or phase in waited:
         return
     waited.add(phase)

@@ -30,7 +30,7 @@ def started(out: Path, how: str, *, ranks: int, nodes: int = 2) -> Job:
 
 
 def all_there(job: Job, world_size: int) -> list[dict[str, int]]:
-    """The pids that each rank has told, once all are where they are to be struck."""
+    """The pids that each rank has reported, once all are where they are to be struck."""
     return [json.loads(job.wait_for(f"at-{rank}", STARTUP_S).read_text()) for rank in range(world_size)]
 
 

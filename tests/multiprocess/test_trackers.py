@@ -1,4 +1,4 @@
-"""TensorBoard, W&B and Trackio are told of one run, whose second attempt goes on from a checkpoint of the first."""
+"""TensorBoard, W&B and Trackio see one run, whose second attempt goes on from a checkpoint of the first."""
 
 import json
 import os

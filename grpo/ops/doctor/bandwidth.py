@@ -156,7 +156,7 @@ class Stages:
             self._show(stage, what, late)
             self.watch.report(self.watch.make_record(f"{what}; not there: {', '.join(late) or 'nobody'}", stage))
         except (dist.DistError, RuntimeError):
-            return  # the store went with its launcher: another rank has told
+            return  # the store went with its launcher: another rank has reported it
 
     def fail(self, error: Exception) -> None:
         """This rank cannot go on; `watch.guard` has told the others."""

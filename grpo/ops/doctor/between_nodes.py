@@ -125,7 +125,7 @@ def _routes(reports: Sequence[Examination]) -> list[Finding]:
     for report in reports:
         value, interface = report.variables.get("NCCL_SOCKET_IFNAME"), report.route_interface
         if any(finding.check == "interfaces" and finding.status is Status.FAIL for finding in report.findings):
-            continue  # it selects no interface at all: told already
+            continue  # it selects no interface at all: reported already
         if value and interface and not select_interfaces(value, [interface])[0]:
             message = f"NCCL_SOCKET_IFNAME={value}, but {interface} joins this node to the others"
             fix = f"right if {value} joins all nodes too; else set NCCL_SOCKET_IFNAME={interface}"

@@ -86,6 +86,6 @@ def _engine_warnings(job: PlacedJob, estimates: Estimates) -> list[str]:
     if spare_bytes >= sync_bytes:
         return []
     return [
-        f"a weight sync needs {readable(sync_bytes)} on an engine's GPU beside what vLLM takes, and {readable(spare_bytes)} "
-        "is left: lower vllm_gpu_memory_utilization"
+        f"a weight sync needs {readable(sync_bytes)} on an engine's GPU beside what vLLM takes, and "
+        f"{readable(spare_bytes)} is left: lower vllm_gpu_memory_utilization"
     ]

@@ -150,7 +150,7 @@ def sampling_ahead(figures: Figures) -> Advice | None:
         if not figures.takes_turns:
             return None
         finding, depth, wait = f"engines idle {percent(idle)} and ranks wait {percent(wait)}", 1, min(wait, idle)
-        why = f"Working at the same time saves up to {percent(wait)} of a step. Completions are then one weight sync older."
+        why = f"Overlap saves up to {percent(wait)} of a step. Completions are then one weight sync older."
     return Advice(setting=f"generation_lookahead: {depth}", finding=finding, why=why, weight=wait)
 
 
@@ -223,8 +223,8 @@ def slow_sync(figures: Figures) -> Advice | None:
     return Advice(
         setting=f"steps_per_generation: {2 * now}",
         finding=finding,
-        why="More is then trained for each weight sync, and completions are older. Where `weight_sync/gather_s` is most of it, the "
-        "network between nodes is slow: `grpo doctor` measures it.",
+        why="More is then trained for each weight sync, and completions are older. Where `weight_sync/gather_s` is most of it, "
+        "the network between nodes is slow: `grpo doctor` measures it.",
         weight=share,
     )
 

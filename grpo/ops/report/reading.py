@@ -96,7 +96,7 @@ class Run:
 
     def by_node(self, what: str) -> list[int]:
         """`ranks` or `engines` of each node; [] where that is not known."""
-        topology = self.settings.topology  # a run from before nodes could differ has told one number for all
+        topology = self.settings.topology  # a run from before nodes could differ has one number for all
         found = topology.get(f"{what}_by_node") or [topology.get(f"{what}_per_node")] * self.num_nodes
         return found if isinstance(found, list) and all(isinstance(each, int) for each in found) else []
 

@@ -37,7 +37,7 @@ STEP = Patch(
     looks="(self)",
     contains=("self.step_fn()", "return model_executed"),
     tested="vLLM 0.31",
-    symptom="an engine that is alive and ends no step is distinguished from a slow one by nothing that it says of itself",
+    symptom="an engine that is alive and ends no step looks as a slow one does: nothing that it says of itself differs",
 )
 SPIN = Patch(
     symbol="vllm.distributed.device_communicators.shm_broadcast.SpinCondition.__init__",

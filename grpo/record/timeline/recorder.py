@@ -57,7 +57,7 @@ class Recorder:
         """The time of a moment by `time.monotonic`, on node 0's clock."""
         return self._zero + monotonic_s
 
-    # -- what is told ---------------------------------------------------------------------------------------------
+    # -- recording ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def span(self, phase: str, lane: str = "", **more: Any) -> Iterator[None]:
@@ -130,7 +130,7 @@ class Recorder:
                     lines.append(self._lines.get())
                 is_open = None not in lines
                 _append(path, "".join(f"{to_line(line)}\n" for line in lines if line is not None))
-        except Exception as error:  # noqa: BLE001  thread boundary: told, and the job goes on without
+        except Exception as error:  # noqa: BLE001  thread boundary: reported, and the job goes on without
             _log.warning("%s is not written any more: %s", path, error, extra=EVERY_RANK)
             self._thread = None
 

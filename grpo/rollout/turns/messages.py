@@ -72,7 +72,7 @@ class OutOfEngines(Wire):
     """Why it should get no engine again."""
 
 
-# Told apart by their fields, of which none has a default; the long ones first.
+# Distinguished by their fields, of which none has a default; the long ones first.
 Message = Annotated[Ask | Answer | Cancel | OutOfEngines, Field(union_mode="left_to_right")]
 
 

@@ -108,7 +108,7 @@ class ToolRunner:
                     try:
                         later.append((name, toolbox.asynchronous[name](**arguments)))
                     except Exception as error:  # noqa: BLE001  wrong arguments
-                        results.append((name, self._failed(_reported(error))))
+                        results.append((name, self._failed(_shown(error))))
                 else:
                     results.append((name, self._failed(f"Tool {name} not found.")))
         awaited = await asyncio.gather(*(self._awaited(name, call, row) for name, call in later))
@@ -168,10 +168,12 @@ class ToolRunner:
             return self._failed("cancelled")
         if (raised := done.exception()) is None:
             return done.result()
-        if name not in self._reported:  # the model is told each time, the user once: it may be the tool that is wrong
+        if (
+            name not in self._reported
+        ):  # the model hears of it each time, the user once: it may be the tool that is wrong
             self._reported.add(name)
-            self._say(f"WARNING: tool {name} raised {type(raised).__name__}: {_reported(raised)}; the model is told so")
-        return self._failed(_reported(raised))
+            self._say(f"WARNING: tool {name} raised {type(raised).__name__}: {_shown(raised)}; the model hears of it")
+        return self._failed(_shown(raised))
 
     @contextlib.contextmanager
     def _noted(self, name: str, row: int) -> Iterator[None]:
@@ -198,7 +200,7 @@ class ToolRunner:
                 f"more than {self._max_abandoned} tool calls hang on this rank (max_abandoned_tools) [GRPO-609]; the "
                 f"first one: {self._abandoned[0]}"
             )
-        self._say(f"WARNING: {reported}; the model is told so, and {what_becomes_of_it}")
+        self._say(f"WARNING: {reported}; the model hears of it, and {what_becomes_of_it}")
         return self._failed(f"tool {name} {hangs}")
 
     def _content(self, name: str, result: Any) -> Any:
@@ -212,14 +214,14 @@ class ToolRunner:
         try:
             return _text(str(result))
         except Exception as error:  # noqa: BLE001  the user's own __str__
-            return str(self._failed(f"its result cannot be shown: {type(error).__name__}: {_reported(error)}"))
+            return str(self._failed(f"its result cannot be shown: {type(error).__name__}: {_shown(error)}"))
 
 
 def _name(call: Mapping[str, Any]) -> str:
-    return _reported(call.get("function", {}).get("name") or call.get("name", "unknown"))
+    return _shown(call.get("function", {}).get("name") or call.get("name", "unknown"))
 
 
-def _reported(value: Any) -> str:
+def _shown(value: Any) -> str:
     """In words that every screen and tokenizer takes; the model may have said them."""
     try:
         return _text(str(value))

@@ -1,4 +1,4 @@
-"""What is told of a mistake, by whom, and what torchrun and the scheduler read; in processes of their own."""
+"""Who reports a mistake, in which words, and what torchrun and the scheduler read; in processes of their own."""
 
 import json
 import os

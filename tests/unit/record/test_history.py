@@ -101,7 +101,7 @@ def test_what_was_killed_has_ended_without_a_word(tmp_path: Path) -> None:
     run.begin_attempt()
     first, second = attempts(tmp_path)
     assert (first["state"], first["why"], first["kind"]) == ("failed", "ended without a word", None)
-    assert (first["step"], first["ended"]) == (4, 4e9)  # what it had told of, and when it wrote last
+    assert (first["step"], first["ended"]) == (4, 4e9)  # the step it had written, and when it wrote last
     assert second["state"] == "running"
 
 

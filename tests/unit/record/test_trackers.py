@@ -1,4 +1,4 @@
-"""Which run W&B and Trackio are told of, and for how long."""
+"""Which run W&B and Trackio get, and for how long."""
 
 import os
 from pathlib import Path

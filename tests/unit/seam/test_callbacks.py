@@ -15,7 +15,7 @@ class Merges(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        assert not (folder / "files-0.json").exists(), "what is in it is being told already"
+        assert not (folder / "files-0.json").exists(), "what is in it is being written already"
         (folder / "merged").mkdir()
         (folder / "merged" / "weights").write_bytes(bytes(10_000))
         with (folder / "trainer_state.json").open("a") as file:

@@ -70,7 +70,7 @@ def test_a_trainer_that_leaves_no_word_behind_has_crashed_with_a_sigterm_too(tmp
 
 @pytest.fixture
 def followed(tmp_path: Path) -> Attempt:
-    """Of node 1, whose ranks have told it where the run is."""
+    """Of node 1, whose ranks have noted where the run is."""
     (tmp_path / "notes").mkdir()
     made = Attempt(output_dir=None, notes=tmp_path / "notes", launched=5.0, started=5.0, is_head=False, env={})
     note_run(tmp_path / "run", made.variables())

@@ -96,7 +96,7 @@ def test_an_accelerate_file_that_cannot_be_planned(cluster: Cluster, settings: d
 
 
 def test_what_is_not_reported_is_assumed_aloud(cluster: Cluster) -> None:
-    """GPUs of a node and their kind, the prompt's length, another optimizer; and what is told is not."""
+    """GPUs of a node and their kind, the prompt's length, another optimizer; and what is given is not."""
     training = cluster.training(vllm_max_model_length=None, vllm_reserved_gpus=2, optim="sgd")
     words = ["--num_processes", "6", "--config", training]
     assumed = cluster.read(*words)["assumptions"]

@@ -49,7 +49,7 @@ def test_only_adapters_have_states_of_an_optimizer(cluster: Cluster) -> None:
     memory = lines_of(found["estimates"]["training"])
     assert memory["states"] == pytest.approx(16 * ADAPTERS / 7, rel=1e-4)
     assert memory["base"] == pytest.approx(2 * BASE / 7, rel=1e-4)
-    assert memory["reduce_bucket"] == 1_000_000_000, "DeepSpeed makes it as large as it is told to"
+    assert memory["reduce_bucket"] == 1_000_000_000, "DeepSpeed makes it as large as its setting says"
     assert memory["reduce_copy"] == 2 * ADAPTERS
     assert memory["step_gradients"] == pytest.approx(6 * ADAPTERS / 7, rel=1e-4)
     # Up to 100,000 elements: norms and biases; A of six layers; B of three of HIDDEN, and two of KEYS.

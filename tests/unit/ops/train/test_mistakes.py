@@ -1,4 +1,4 @@
-"""What a user may get wrong about `train.py`: told in a few lines, with value and fix, before anything starts."""
+"""What a user may get wrong about `train.py`: reported in a few lines, with value and fix, before anything starts."""
 
 import json
 import os

@@ -15,7 +15,7 @@ PATIENCE_S = 60.0
 
 
 class Gpu:
-    """Comes to what is queued when it is told to."""
+    """Comes to what is queued when it is asked to."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

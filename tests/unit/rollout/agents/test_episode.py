@@ -17,7 +17,7 @@ HI: Message = {"role": "user", "content": "hi"}
 
 
 class Sampler:
-    """Says the length of what it is asked, until told otherwise."""
+    """Says the length of what it is asked, until asked otherwise."""
 
     def __init__(self, max_model_len: int = 100) -> None:
         self.max_model_len = max_model_len

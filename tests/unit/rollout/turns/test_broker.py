@@ -184,7 +184,7 @@ def test_a_turn_is_sampled_once(ranks_of: Any) -> None:
 
 
 def test_a_row_that_is_asked_for_anew_is_not_left_out(ranks_of: Any) -> None:
-    """By `sample`, which told of the refusal; what `sample_all` was refused is in its row's completion for good."""
+    """By `sample`, which reported the refusal; what `sample_all` was refused is in its row's completion for good."""
     ranks = ranks_of(ThreadedEngine("engine 0"), ranks=1, max_model_len=5)
     sampler = ranks.samplers[0]
     asyncio.run(sampler.sample([1] * 5, row=0, turn=0))
