@@ -200,8 +200,8 @@ def compare(args: argparse.Namespace) -> None:
         ),
         notes=(
             "without GPUs the training process is pinned to one core, the engine to the others",
-            "training on a batch: a step without lookahead, less the wait and the weight sync; sampling: the wait for as "
-            "many tokens in completions of one length",
+            "training on a batch: a step without lookahead, less the wait and the weight sync; sampling: the wait for "
+            "as many tokens in completions of one length",
         ),
     )
     finish(report, args)

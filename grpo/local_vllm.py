@@ -254,16 +254,14 @@ class LocalVLLM:
         if multi_turn.is_function:
             raise RuntimeError("generate is for the rollout function, while it runs; its batch is over")
         with profiler, self._in_rollout():
-            episodes, tools, self.last_batch = multi_turn.episode(prompts)
+            episodes, tools, self.last_batch = multi_turn.run(prompts)
         self.last_episodes = episodes, tools
         self._last_prompt_tokens = [len(prompt) for prompt in prompts]
         for episode in episodes:
             if episode.refusal is not None:
                 episode.add(*self._nothing())
                 episode.first_turn = 1
-        return [
-            (episode.token_ids[: episode.first_turn], episode.logprobs[: episode.first_turn]) for episode in episodes
-        ]
+        return [(each.token_ids[: each.first_turn], each.logprobs[: each.first_turn]) for each in episodes]
 
     def roll_out(self, func: Callable[[], dict[str, Any]], prompts: Sequence[Any]) -> dict[str, Any]:
         """Run a rollout function of the user's, which calls `generate` or `sample` as often as it likes. Collective.

@@ -302,9 +302,7 @@ class GRPOTrainer(EvaluatingTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL's; a failure on any rank raises on every rank that can raise, with one record."""
         with self._guarded("train"):
-            self._last_loaded_step = (
-                -1
-            )  # TRL would leave out a second `train`'s first weight sync where both begin at a step
+            self._last_loaded_step = -1  # else TRL leaves out the first weight sync of a second `train`
             if self._local is not None:
                 self._local.forget_sent()  # whatever happened to frozen weights since the last one
             try:

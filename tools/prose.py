@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-WRITTEN_BY_TOOLS = ("commands.md", "environment.md", "faults.md", "files.md", "moved.md", "options.md", "python_api.md")
+WRITTEN_BY_TOOLS = ("commands.md", "environment.md", "faults.md", "files.md", "options.md", "python_api.md")
 FOR_DEVELOPERS = ("architecture.md", "gpu.md", "paths.md", "processes.md")
 """Pages whose readers know the code: no private words, and no rates."""
 

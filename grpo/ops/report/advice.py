@@ -223,8 +223,8 @@ def slow_sync(figures: Figures) -> Advice | None:
     return Advice(
         setting=f"steps_per_generation: {2 * now}",
         finding=finding,
-        why="More is then trained for each weight sync, and completions are older. Where `weight_sync/gather_s` is most of it, "
-        "the network between nodes is slow: `grpo doctor` measures it.",
+        why="More is then trained for each weight sync, and completions are older. Where `weight_sync/gather_s` is "
+        "most of it, the network between nodes is slow: `grpo doctor` measures it.",
         weight=share,
     )
 

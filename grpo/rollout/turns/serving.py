@@ -124,7 +124,7 @@ class RankEpisodes:
         """Whether the user's own function holds the episodes."""
         return self._rollouts.is_function
 
-    def episode(self, prompts: Sequence[list[int]]) -> tuple[list[Episode], ToolRunner, GenerationBatch]:
+    def run(self, prompts: Sequence[list[int]]) -> tuple[list[Episode], ToolRunner, GenerationBatch]:
         """An episode for each of the rank's prompts, and who ran their tools. Collective over the job.
 
         Raises:
@@ -147,7 +147,7 @@ class RankEpisodes:
             prompts: of the rank's rows, as TRL gives them to the function.
 
         Raises:
-            RuntimeError: as for `episode`.
+            RuntimeError: as for `run`.
             ValueError: it gives something else, or not one of each for each row.
         """
         live = self._take(Planned(num_rows=len(prompts), func=func, asked=lambda: [*prompts]))
