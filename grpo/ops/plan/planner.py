@@ -147,8 +147,8 @@ class _Planner:
             is_known = is_local or (absent and not is_gated)
             (self.plan.errors if is_known else self.plan.unknown).append(
                 f"{setting} is {name!r}, whose configuration cannot be read ({reason_of(error)}), so memory and "
-                f"weight sync are left out: give a local folder with its config.json (hf download {name} config.json), or "
-                "look at the network and HF_TOKEN"
+                "weight sync are left out: give a local folder with its config.json "
+                f"(hf download {name} config.json), or look at the network and HF_TOKEN"
             )
             return None
         return config
