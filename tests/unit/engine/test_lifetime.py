@@ -36,7 +36,7 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from grpo.place.patches.stdlib import name_shared_memory
 name_shared_memory(Path(sys.argv[1]).name)
-def share(told):
+def share(reported):
     lock = multiprocessing.get_context("spawn").Lock()
     memory = SharedMemory(create=True, size=100)
     reported.send_bytes(b"shared")
