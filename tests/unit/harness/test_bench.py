@@ -154,7 +154,7 @@ def test_where_a_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_document_gets_its_tables_and_keeps_what_is_written_by_hand(tmp_path: Path) -> None:
     make_report(device="cpu", nodes=[1, 2]).write(tmp_path / "sync.json")
     written = tables.markdown(tmp_path)
-    assert "## weight sync (cpu)" in written
+    assert "## weight_sync (cpu)" in written
     assert "Settings: model tiny, device cpu." in written  # what is no plain value stays in the JSON
     assert "| **one at a time / in buckets** | **3.00** | 1.00 .. 3.00 | | >= 1.5 yes |" in written
     assert "| size | 12,346 |  | MiB | |" in written

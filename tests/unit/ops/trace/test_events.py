@@ -90,7 +90,7 @@ def test_a_run_is_drawn_whole(tmp_path: Path, fault: str) -> None:
     assert list(names(trace.events, "process_name").values()) == [f"node {node} (gpu-{node:02})" for node in range(3)]
     threads = names(trace.events, "thread_name")
     lanes = {(event["pid"], threads[event["tid"]]) for event in trace.events if "dur" in event}
-    assert {(2, f"rank {RANKS_PER_NODE}"), (2, "engine 0"), (2, "sync"), (2, "weight sync (2)")} <= lanes
+    assert {(2, f"rank {RANKS_PER_NODE}"), (2, "engine 0"), (2, "sync"), (2, "sync (2)")} <= lanes
     attempts = [event["name"] for event in trace.events if event["ph"] == "i" and event["pid"] == 1]
     assert attempts == (["attempt 0", "attempt 1"] if fault == "failed" else ["attempt 0"])
 

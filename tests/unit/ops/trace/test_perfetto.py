@@ -81,7 +81,7 @@ def test_it_takes_every_span_where_it_belongs(tmp_path: Path, opened: Callable[[
         "select process.name, thread.name, count(*) from slice join thread_track on slice.track_id = thread_track.id "
         "join thread using (utid) join process using (upid) where dur > 0 group by thread.tid order by thread.tid"
     )
-    lanes = ["rank {}", "sync", "weight sync (2)", "engine 0"]
+    lanes = ["rank {}", "sync", "sync (2)", "engine 0"]
     assert [row[:2] for row in threads] == [
         [f"node {node} (gpu-{node:02})", lane.format(7 * node)] for node in range(2) for lane in lanes
     ]
