@@ -94,7 +94,7 @@ faults: install
 	$(BIN)/python -m tests.faults.run $(CELLS)
 
 # One that fails does not keep the others from running; the last one reads what the others have written.
-BENCHMARKS := weight sync padding overlap overlap_ragged dispatch balance generate episodes multi_turn_ahead neighbours agents rewards lora startup save restart timeline scale
+BENCHMARKS := weight_sync padding overlap overlap_ragged dispatch balance generate multi_turn multi_turn_ahead neighbours agents rewards lora startup save engine_restart timeline scale
 bench: install
 	@failed=; \
 	for name in $(BENCHMARKS); do \

@@ -236,7 +236,7 @@ def figures_of(lookahead: int, segments: list[dict[str, float]]) -> Iterator[Fig
     rows = (
         ("step", "s", "step_s"),
         ("waiting for completions", "s", "rollout/wait_s"),
-        ("sync", "s", "weight_sync/total_s"),
+        ("weight sync", "s", "weight_sync/total_s"),
         ("share in which ranks wait", "", "rollout/wait_share"),
         ("share in which the engine is idle", "", "engine/idle_share"),
         ("policy lag", "syncs", "rollout/policy_lag"),

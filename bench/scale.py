@@ -65,7 +65,7 @@ def measured_node(overlap: dict[str, Any], assumed: Node) -> Node:
     median = {figure["name"].strip(): figure["median"] for figure in reversed(overlap["figures"])}  # on-policy ones
     settings = overlap["settings"]
     wait_s = median["waiting for completions"]
-    rest_s = median["step, lookahead 0"] - wait_s - median["sync"]
+    rest_s = median["step, lookahead 0"] - wait_s - median["weight sync"]
     return replace(
         assumed,
         name=f"measured ({settings['device']})",
@@ -203,7 +203,7 @@ def _figures(name: str, steps: Sequence[Step]) -> list[Figure]:
         values = {"step": (step.step_s, "s")}
         if step.nodes == largest:
             values |= {
-                "sync": (step.sync_s, "s"),
+                "weight sync": (step.sync_s, "s"),
                 "training GPUs idle": (100 * step.training_idle, "%"),
                 "engine GPUs idle": (100 * step.engine_idle, "%"),
             }

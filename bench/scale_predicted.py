@@ -25,7 +25,7 @@ def predict(ragged: Mapping[str, Any] | None) -> dict[int, tuple[float, float]]:
     for name, measured_s in median.items():
         if match := re.fullmatch(r"lookahead (\d+): step", name):
             place = name.removesuffix("step")
-            sync_s = median[f"{place}sync"]
+            sync_s = median[f"{place}weight sync"]
             model_s = step_of_one_engine(
                 int(match[1]),
                 tokens=median[f"{place}tokens of a completion"],

@@ -131,7 +131,7 @@ function laneRows(table, until = Infinity) {
   for (let index = 0; index < table.x0.length; index++) {
     if (table.x0[index] >= until) continue;
     const begin = table.x0[index], end = Math.min(table.x1[index], until), phase = table.phase[index];
-    rows.sync({
+    rows.push({
       x0: 1000 * (lanes.began + begin), x1: 1000 * (lanes.began + end), y0: table.y0[index], y1: table.y1[index],
       phase: lanes.colours[phase], what: lanes.phases[phase], lane: lanes.labels[Math.floor(table.y0[index])],
       step: table.step ? table.step[index] : "several",

@@ -82,10 +82,10 @@ def test_numbers_have_three_digits_and_no_exponent(value: float, text: str) -> N
 
 def test_the_json_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["/somewhere/bin/python", "-m", "bench.weight_sync", "--note", "two words"])
-    path = tmp_path / "new folder" / "sync.json"
+    path = tmp_path / "new folder" / "weight_sync.json"
     make_report().write(path)
     content = json.loads(path.read_text())
-    assert content["benchmark"] == "sync"
+    assert content["benchmark"] == "weight_sync"
     assert content["command"] == "python -m bench.weight_sync --note 'two words'"
     assert content["settings"] == {"model": "tiny"}
     assert content["ratios"][0] == {
@@ -112,14 +112,14 @@ def test_the_json_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert content["machine"]["gpus"] == []
     assert content["versions"]["torch"].startswith("2.13")
     assert content["date"].endswith("+00:00")
-    assert content["code"] == measured.code_of("sync")
+    assert content["code"] == measured.code_of("weight_sync")
     assert content["commit"].removesuffix("-dirty") == code_digest.commit().removesuffix("-dirty")
 
 
 def test_the_table_starts_with_the_ratios_and_says_which_goal_is_missed(capsys: pytest.CaptureFixture) -> None:
     make_report().print()
     lines = capsys.readouterr().out.splitlines()
-    assert "weight sync: model tiny" in lines[0]
+    assert "weight_sync: model tiny" in lines[0]
     rows = {
         name: next(line for line in lines if f"│{name} " in line)
         for name in ("one at a time / in buckets", "inverse", "size")
@@ -143,8 +143,8 @@ def test_where_a_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     finish(make_report(repetitions=3), parser.parse_args(["--device", "cpu", "--repetitions", "7"]))
     finish(make_report(), parser.parse_args(["--device", "cuda"]))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["sync-cuda.json", "sync.json"]
-    settings = json.loads((tmp_path / "sync.json").read_text())["settings"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["weight_sync-cuda.json", "weight_sync.json"]
+    settings = json.loads((tmp_path / "weight_sync.json").read_text())["settings"]
     assert settings == {"device": "cpu", "repetitions": 3, "model": "tiny"}  # a script knows better than its options
 
     finish(make_report(), parser.parse_args(["--device", "cpu", "--short", "--output", str(tmp_path / "short.json")]))
@@ -152,7 +152,7 @@ def test_where_a_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_document_gets_its_tables_and_keeps_what_is_written_by_hand(tmp_path: Path) -> None:
-    make_report(device="cpu", nodes=[1, 2]).write(tmp_path / "sync.json")
+    make_report(device="cpu", nodes=[1, 2]).write(tmp_path / "weight_sync.json")
     written = tables.markdown(tmp_path)
     assert "## weight_sync (cpu)" in written
     assert "Settings: model tiny, device cpu." in written  # what is no plain value stays in the JSON
@@ -179,7 +179,7 @@ def test_a_result_says_its_commit_and_whether_its_code_has_changed_since(
 
     write("bench/weight_sync.py", "x = 1\n")
     write("grpo/weights/deep/sync.py", "def f():\n    return 1\n")
-    result = {"benchmark": "weight_sync", "commit": "abc-dirty", "code": measured.code_of("sync", tmp_path)}
+    result = {"benchmark": "weight_sync", "commit": "abc-dirty", "code": measured.code_of("weight_sync", tmp_path)}
     assert measured.stamp(result) == "commit abc-dirty"
     assert measured.staleness(result, tmp_path) == ""
     write("grpo/weights/deep/sync.py", '"""What."""\n\n\ndef f():\n    """Why."""\n    return 1  # because\n')
@@ -189,14 +189,14 @@ def test_a_result_says_its_commit_and_whether_its_code_has_changed_since(
     assert measured.staleness(result, tmp_path).startswith("**Stale: changed since this was measured: `grpo/weights`.")
     write("bench/weight_sync_job.py", "y = 1\n")
     assert "`bench/weight_sync*.py`, `grpo/weights`." in measured.staleness(result, tmp_path)
-    monkeypatch.setitem(measured.MEASURED, "sync", ("grpo/groups",))  # declared since, or no longer
+    monkeypatch.setitem(measured.MEASURED, "weight_sync", ("grpo/groups",))  # declared since, or no longer
     assert "`bench/weight_sync*.py`, `grpo/engine`, `grpo/groups`, `grpo/weights`." in measured.staleness(
         result, tmp_path
     )
 
 
 def test_the_page_marks_what_is_stale_and_what_nobody_recorded(tmp_path: Path) -> None:
-    path = tmp_path / "sync.json"
+    path = tmp_path / "weight_sync.json"
     make_report(device="cpu").write(path)
     content = json.loads(path.read_text())
     assert f", commit {content['commit']}; " in tables.markdown(tmp_path)
@@ -226,7 +226,7 @@ def test_the_commit_of_a_tree_that_differs_and_of_one_without_git(
         (tmp_path / name).write_text("1\n")
     for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm first"):
         subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
-    (tmp_path / "results" / "sync.json").write_text("2\n")
+    (tmp_path / "results" / "weight_sync.json").write_text("2\n")
     clean = code_digest.commit("results")
     assert code_digest.commit() == f"{clean}-dirty"
     assert len(clean) == 8

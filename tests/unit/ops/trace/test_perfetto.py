@@ -25,7 +25,7 @@ OPEN_S = 120
 ASK = """async query => {
     const result = await self.app.trace.engine.query(query), columns = result.columns(), rows = [];
     for (const row = result.iter({}); row.valid(); row.next())
-        rows.sync(columns.map(name => typeof row.get(name) === "bigint" ? Number(row.get(name)) : row.get(name)));
+        rows.push(columns.map(name => typeof row.get(name) === "bigint" ? Number(row.get(name)) : row.get(name)));
     return rows;
 }"""
 ERRORS = "select name, value from stats where severity in ('error', 'data_loss') and value > 0"
