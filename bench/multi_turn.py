@@ -41,10 +41,12 @@ RESULT = "done"  # a random model says TOOL by itself, but not this behind it
 class WithTRLsLoop(GRPOTrainer):
     """On the same engine, whose every call is all rows' together."""
 
-    def _take_rollouts(self) -> None:
-        return None
-
     _tool_call_loop = trl.GRPOTrainer._tool_call_loop
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        assert self._local is not None
+        self._local._rollouts = None
 
 
 class Play:

@@ -6,14 +6,17 @@ samples come from and how the weights get there.
 """
 
 import asyncio
+import contextlib
 import copy
 import json
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from transformers import PreTrainedModel, TrainerControl
 from trl.extras.profiling import profiling_context
 
@@ -46,8 +49,16 @@ from grpo.record.metrics import MetricsFile, clipped_share, completion_lengths
 from grpo.record.provenance import beside_options
 from grpo.record.screen import what_runs_where
 from grpo.record.timeline.start import open_timeline
+from grpo.rollout.agents.rollout import AgentBatch
+from grpo.seam.episodes import Episodes, environments_in_threads, together
 from grpo.seam.episodes_ahead import refuse_main_thread_ahead
-from grpo.seam.evaluating import EvaluatingTrainer
+from grpo.seam.evaluating import PREFIX, Evaluation
+from grpo.seam.guarding import BatchGuard
+from grpo.seam.observing import ObservedTrainer
+from grpo.seam.old_logprobs import OldLogprobs
+from grpo.seam.scoring import BatchRewards
+from grpo.seam.sparing import SpareGroups
+from grpo.seam.view import TrainerView
 from grpo.serving import engine_spec
 from grpo.weights.adapters import Lora
 from grpo.weights.gather import gather_convolutions_with_their_layers
@@ -61,7 +72,7 @@ def _clients_of(engines: EngineSupervisor) -> Callable[[], Sequence[EngineLike]]
     return lambda: [] if (found := alive()) is None else found.clients
 
 
-class GRPOTrainer(EvaluatingTrainer):
+class GRPOTrainer(ObservedTrainer):
     """TRL's `GRPOTrainer` with the same arguments; `args` is a `grpo.GRPOConfig`, which is copied.
 
     In local mode every rank of the job makes one at the same time, from the main thread. FSDP is refused there, and of
@@ -71,6 +82,13 @@ class GRPOTrainer(EvaluatingTrainer):
 
     start_engine: ClassVar[StartEngine] = EngineClient
     """Starts each engine."""
+    _watch: FailureWatch
+    _rewards: BatchRewards
+    _episodes: Episodes
+    _spares: SpareGroups
+    _guard: BatchGuard
+    _evaluation: Evaluation
+    _is_evaluating = False
 
     def __init__(
         self,
@@ -112,6 +130,8 @@ class GRPOTrainer(EvaluatingTrainer):
             "environment_factory": environment_factory,
         }
         self._local: LocalVLLM | None = None
+        self._view = TrainerView(self)
+        self._old_logprobs = OldLogprobs(self._view, clips_on_engines=args.local_mode and args.old_logprobs == "engine")
         self.prompt_order = prompt_order
         self._reward_loop: asyncio.AbstractEventLoop | None = None
         if not args.local_mode:
@@ -191,6 +211,9 @@ class GRPOTrainer(EvaluatingTrainer):
                 stall_timeout_s=args.vllm_stall_timeout,
                 start_engine=self.start_engine,
             )
+            if (func := inherited["rollout_func"]) is not None:
+                me: Any = weakref.proxy(self)
+                inherited["rollout_func"] = together(func, self._view, lambda: me._note_sampling())
             try:
                 join_deepspeed(args.deepspeed)
                 self._init_without_a_generator(inherited)
@@ -203,6 +226,7 @@ class GRPOTrainer(EvaluatingTrainer):
                 self._say(str(choice))
                 compute_in(self.model, engine_model.dtype)
                 lora = Lora(self.model, merges=choice.way == "merge")
+            self._make_parts(func, inherited["tools"] or ())
             self._local = self.vllm_generation = LocalVLLM(
                 args,
                 engines,
@@ -223,10 +247,25 @@ class GRPOTrainer(EvaluatingTrainer):
                 prompts_of_batch=self.prompts_of_batch,
                 engine_ids=lambda: self._engine_ids,
                 on_restart=lambda restart: self.record_restart(str(restart)),
-                rollouts=self._take_rollouts(),
+                rollouts=self._episodes.rollouts,
                 timeline=self.timeline,
             )
             ddp_memory_warning(self)
+
+    def _make_parts(self, func: Any, tools: Sequence[Callable[..., Any]]) -> None:
+        view, watch, groups = self._view, self._watch, self._node_groups
+        me: Any = weakref.proxy(self)
+        self._rewards = BatchRewards(view, watch, self.timeline)
+        self._episodes = Episodes(
+            view, self._rewards, me, watch, self.topology, func=func, tools=tools, attempt=self.attempt
+        )
+        self._spares = SpareGroups(view, self._rewards, watch, groups, lambda: me._sampler)
+
+        def note_nodes(figures: Any) -> None:
+            me.by_node = {**me.by_node, **figures}
+
+        self._guard = BatchGuard(view, watch, groups, note_nodes)
+        self._evaluation = Evaluation(view, lambda of_set: me.write_evaluated(of_set))
 
     def _open_logs(self, output_dir: Path) -> None:
         """This rank's, and on the local main that of the node's sentinel."""
@@ -280,7 +319,7 @@ class GRPOTrainer(EvaluatingTrainer):
         """TRL would build a generator of its own; it takes ours in the same place afterwards."""
         args: GRPOConfig = inherited["args"]
         args.use_vllm = False
-        factories = self._with_threads(inherited["environment_factory"], args)
+        factories = environments_in_threads(inherited["environment_factory"], args)
         try:
             super().__init__(**{**inherited, "environment_factory": factories})
         finally:
@@ -293,7 +332,8 @@ class GRPOTrainer(EvaluatingTrainer):
             self._say(line)
         if self._reward_loop is not None:  # what asynchronous rewards keep belongs to the loop in which they ran first
             self.async_loop = self._reward_loop
-        self._score_beside()
+        if self._old_logprobs.clips_on_engines:
+            self.vllm_importance_sampling_correction = False
         self.use_vllm = True
         self._last_loaded_step = -1
 
@@ -311,21 +351,14 @@ class GRPOTrainer(EvaluatingTrainer):
                 if self._local is not None:
                     self._local.drop_ahead()
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample: TRL syncs the weights where they have changed, then asks for completions."""
-        if self._local is None:
-            return super()._generate_single_turn(*args, **kwargs)
-        with profiling_context(self, "vLLM.generate"):
-            self._local.rest_for_weights()  # here, so that TRL's timer of the weight sync does not count it
-        completions = super()._generate_single_turn(*args, **kwargs)
-        self.note_sampling(self._local)
-        return completions
-
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Sample and score."""
-        scored = super()._generate_and_score_completions(inputs)
         if self._local is None:
-            return scored
+            return super()._generate_and_score_completions(inputs)
+        with self._episodes.of_batch(), self._rewards.of_batch(inputs):
+            scored = super()._generate_and_score_completions(inputs)
+        self._old_logprobs.take(scored)
+        self._guard.take(scored, has_own=not self._old_logprobs.clips_on_engines)
         if (refused := self._local.refused_rows) is not None:
             scored["completion_mask"][refused] = 0
             counted = scored["completion_mask"] * scored.get("tool_mask", 1)
@@ -336,10 +369,113 @@ class GRPOTrainer(EvaluatingTrainer):
         self.note_completions(self._local.facts(self._end_tokens), self._mode)
         return scored
 
+    def _generate(self, prompts: list[Any]) -> Any:
+        """Sample, with spare groups more than is trained on; reward functions begin as completions come."""
+        if self._local is None:
+            return super()._generate(prompts)
+        generate = super()._generate
+
+        def sample(prompts: list[Any]) -> Any:
+            self._episodes.end_resets()
+            generated = self._rewards.sample(prompts, generate)
+            self._old_logprobs.sampled()
+            return generated
+
+        calculate = partial(self._rewards.calculate, super()._calculate_rewards)
+        return self._spares.sample(prompts, sample, calculate)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Sync the weights where they have changed, then ask for completions; TRL does."""
+        if self._local is None:
+            return super()._generate_single_turn(*args, **kwargs)
+        with profiling_context(self, "vLLM.generate"):
+            self._local.rest_for_weights()  # here, so that TRL's timer of the weight sync does not count it
+        completions = super()._generate_single_turn(*args, **kwargs)
+        self.note_sampling(self._local)
+        return completions
+
+    def _tool_call_loop(self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, *rest: Any) -> Any:
+        if self._local is None:
+            return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *rest)
+        return self._episodes.talked(completions)
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        """Score."""
+        batch = inputs, prompts, completions, completion_ids_list
+        if self._local is None:
+            return super()._calculate_rewards(*batch)
+        if (rewards := self._spares.take_rewards()) is None:
+            rewards = self._rewards.calculate(super()._calculate_rewards, *batch)
+        self._evaluation.add(rewards)
+        return rewards
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train."""
+        with self._old_logprobs.in_training(inputs):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._old_logprobs.leaves_out(model):
+            return None, None, None
+        found = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        if (batch := self._old_logprobs.first_scored()) is not None:
+            own = found[0].detach()
+            self._old_logprobs.note(batch, own)
+            if self._local is not None:
+                self._guard.note(batch, own)
+        return found
+
     def after_step(self, control: TrainerControl) -> None:
         if self._local is not None:
             self.note_metrics(self._local.startup.first_step())
         super().after_step(control)
+        self._old_logprobs.after_step()
+        if self._local is not None:
+            self._guard.after_step()
+
+    # -- beside the loop ------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = PREFIX
+    ) -> dict[str, float]:
+        """As TRL's, of the weights that the model holds now; fails as `train` does.
+
+        Costs two weight syncs. TRL goes by the step (1.16), but `load_best_model_at_end` and callbacks put other
+        weights into the model at the same step: before an evaluation, or after it the old ones again. Of one that is
+        not the loop's own nobody knows what it evaluates: nothing of training is sampled meanwhile.
+        """
+        evaluate = partial(super().evaluate, eval_dataset, ignore_keys, metric_key_prefix)
+        if self._local is not None:
+            evaluate = partial(self._evaluation.of_set, eval_dataset, metric_key_prefix, evaluate)
+        if self._is_evaluating:  # one of several sets
+            return evaluate()
+        with self._guarded("evaluate"):
+            self._last_loaded_step = -1
+            if self._local is not None and not self.control.should_evaluate:
+                self._local.wait_for_batches()
+            self._is_evaluating = True
+            try:
+                return evaluate()
+            finally:
+                self._is_evaluating, self._last_loaded_step = False, -1
+
+    @contextlib.contextmanager
+    def _guarded(self, phase: str) -> Iterator[None]:
+        if self._local is None:
+            yield
+            return
+        with self._watch.guard(), self._watch.during(phase):
+            yield
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self._local is not None:
+            self._evaluation.note()
+        super().log(logs, start_time)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._local is not None and self._buffered_inputs:
+            self._old_logprobs.take_resumed(self._buffered_inputs)
 
     def keep_ahead(self) -> dict[str, Any] | None:
         if self._local is None or self._must_resume:  # for want of engines
@@ -358,6 +494,20 @@ class GRPOTrainer(EvaluatingTrainer):
             self._say("sampling settings have changed: the batches under way are sampled again")
 
     # -- what the loop asks ---------------------------------------------------------------------------------------
+
+    def agent_batch(self, prompts: Sequence[Any]) -> AgentBatch:
+        """Inside of a rollout function: what `grpo.agents` needs of the batch that is being made.
+
+        Args:
+            prompts: of this rank's rows, as TRL gives them to the rollout function.
+        """
+        if self._local is None:
+            raise TypeError("grpo.agents asks the node's own engines: set vllm_mode to 'local'")
+        return self._episodes.agent_batch(prompts)
+
+    def _note_sampling(self) -> None:
+        assert self._local is not None, "its engines have sampled"
+        self.note_sampling(self._local)
 
     @property
     def _end_tokens(self) -> set[int]:

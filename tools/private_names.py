@@ -76,15 +76,15 @@ TABLE: tuple[PrivateName, ...] = (
         _get_tool_suffix_ids(self, tool_messages)
         """,
     ),
-    *_values(_TRL, "reads", "_async_tool_dicts _batch_environments _env_tools _environment_pool _logs _metrics"),
+    *_values(_TRL, "reads", "_environment_pool _logs _metrics"),
     *_values(
         _TRL, "reads", "_entropy_bonus_enabled aux_loss_enabled loss_type pad_to_multiple_of top_entropy_quantile"
     ),
-    *_values(_TRL, "reads", "_is_vlm _multi_environment _standalone_tools chat_template chat_template_kwargs"),
-    *_values(_TRL, "reads", "_sync_tool_dicts _tokenizer environment_factories environments eos_token_ids"),
-    *_values(_TRL, "reads", "log_completions max_completion_length max_tool_calling_iterations num_generations"),
-    *_values(_TRL, "reads", "num_generations_eval num_iterations ref_model reward_func_names reward_weights"),
-    *_values(_TRL, "reads", "multi_objective_aggregation shuffle_dataset tools"),
+    *_values(_TRL, "reads", "_is_vlm chat_template chat_template_kwargs"),
+    *_values(_TRL, "reads", "_tokenizer environment_factories environments eos_token_ids"),
+    *_values(_TRL, "reads", "log_completions num_generations"),
+    *_values(_TRL, "reads", "num_iterations ref_model reward_func_names reward_weights"),
+    *_values(_TRL, "reads", "shuffle_dataset tools"),
     *_values(
         _TRL,
         "assigns",

@@ -1,208 +1,228 @@
-"""Between TRL's trainer and ours: tools, environments and rollout functions, on the node's own engines."""
+"""Tools, environments and rollout functions, on the node's own engines."""
 
+import contextlib
 import logging
-import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trl.chat_template_utils import parse_response
 
+from grpo.faults.watch import FailureWatch
 from grpo.model.messages import MessageTemplate
 from grpo.place.log import EVERY_RANK, LOGS_FOLDER, log_name
+from grpo.place.topology import NodeTopology
 from grpo.rollout.agents.rollout import AgentBatch, AgentRollout
 from grpo.rollout.turns.environments import in_their_threads
 from grpo.rollout.turns.episode import Episode, EpisodeLimits
 from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.rollouts import EpisodeRow, Rollouts, as_trl_takes_them
 from grpo.rollout.turns.sampler import Sampler
-from grpo.rollout.turns.tools import Message, Toolbox, ToolRunner
-from grpo.seam.episodes_ahead import EpisodesAhead
-from grpo.seam.scoring import ScoringTrainer, use_device
+from grpo.rollout.turns.tools import Message, ToolRunner
+from grpo.seam.episodes_ahead import EpisodesAhead, UpcomingRows, methods, toolbox
+from grpo.seam.scoring import BatchRewards, use_device
+from grpo.seam.view import TrainerView
 
 _log = logging.getLogger(__name__)
+
+
+def environments_in_threads(factories: Any, args: Any) -> Any:
+    """`environment_factory` as TRL is given it: its environments live where `max_tool_threads` says."""
+    prepare = partial(use_device, args.device)
+    return in_their_threads(factories, of_all=args.max_tool_threads is not None, prepare=prepare)
+
+
+def together(
+    func: Callable[..., dict[str, Any]], view: TrainerView, note_sampling: Callable[[], None]
+) -> Callable[..., dict[str, Any]]:
+    """A rollout function as TRL is given it: one that the other ranks know of.
+
+    Args:
+        note_sampling: called when a batch is sampled.
+    """
+
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        output = view.engines.roll_out(lambda: func(prompts, trainer), prompts)
+        note_sampling()
+        return output
+
+    return rollout
 
 
 class _TrainersTemplate:
     """Messages and tokens as TRL has them (1.16), for episodes that go on side by side."""
 
-    def __init__(self, trainer: "EpisodesTrainer") -> None:
-        self._trainer = weakref.proxy(trainer)
+    def __init__(self, view: TrainerView, rewards: BatchRewards) -> None:
+        self._view, self._rewards = view, rewards
 
     def parse(self, token_ids: list[int], *, prefix: list[int], schema: Any) -> Message:
-        trainer = self._trainer
-        tokenizer = trainer._tokenizer
+        tokenizer = self._view.tokenizer
         templates = [getattr(tokenizer, name, None) for name in ("response_template", "response_schema")]
-        if not trainer._is_chat or templates == [None, None]:
-            text = trainer.processing_class.decode(token_ids, skip_special_tokens=True)
+        if not self._rewards.is_chat or templates == [None, None]:
+            text = self._view.processing_class.decode(token_ids, skip_special_tokens=True)
             return {"role": "assistant", "content": text}
         return parse_response(tokenizer, token_ids, prefix=prefix, tools=schema)
 
     def tool_suffix(self, messages: list[Message]) -> list[int]:
-        return self._trainer._get_tool_suffix_ids(messages)
+        return self._view.tool_suffix(messages)
 
 
-class EpisodesTrainer(ScoringTrainer):
-    """A trainer whose ranks may ask their engines as often as they like."""
+class Episodes:
+    """A rank's episodes with the node's engines, which it may ask as often as it likes.
 
-    rollout_func: Any
-    _rollouts: Rollouts | None = None
-    _ahead: EpisodesAhead
-    _agent_template: MessageTemplate | None = None
-    _resetting = ExitStack()
+    TRL keeps its `tools` and calls its tool loop, which is given what was talked: tools decide on chat template, schema
+    and metrics, and TRL's way for a `rollout_func` has no images (1.16).
 
-    def _with_threads(self, factories: Any, args: Any) -> Any:
-        """`environment_factory`, before TRL's own `__init__`: its environments live where `max_tool_threads` says."""
-        prepare = partial(use_device, args.device)
-        return in_their_threads(factories, of_all=args.max_tool_threads is not None, prepare=prepare)
+    Args:
+        func: the rollout function as the user gave it, where there is one; `tools`, as well.
+        attempt: of the job.
+    """
 
-    def _take_rollouts(self) -> Rollouts | None:
-        """What makes several turns of a prompt, and of a rollout function one that the other ranks know of, or brings
-        each completion to rewards that wait for it; None where a rank's completions come all at once. After TRL's own
-        `__init__`."""
-        args, rank = self.args, self.accelerator.process_index
-        is_early = self._scoring is not None and self._scoring.starts_early
+    def __init__(
+        self,
+        view: TrainerView,
+        rewards: BatchRewards,
+        upcoming: UpcomingRows,
+        watch: FailureWatch,
+        topology: NodeTopology,
+        *,
+        func: Callable[..., dict[str, Any]] | None,
+        tools: Sequence[Callable[..., Any]],
+        attempt: int,
+    ) -> None:
+        self._view, self._rewards, self._watch, self._tools = view, rewards, watch, tools
+        rank, output_dir = view.accelerator.process_index, Path(view.args.output_dir)
+        self._agents_log = (
+            output_dir / LOGS_FOLDER / log_name("agents", node=topology.node, index=rank, attempt=attempt)
+        )
+        self._say = partial(_log.warning, "rank %d: %s", rank, extra=EVERY_RANK)
+        self._prepare = partial(use_device, view.accelerator.device)
+        self._agent_template: MessageTemplate | None = None
+        self._resetting = contextlib.ExitStack()
+        self._ahead = EpisodesAhead(
+            view, upcoming, tools=tools, func=func, start=self._start, agent_batch=self.agent_batch
+        )
+        self.rollouts = self._choose_rollouts(func)
+        """What makes several turns of a prompt, or calls a rollout function, or brings each completion to rewards that
+        wait for it; None where a rank's completions come all at once."""
+
+    def _choose_rollouts(self, func: Callable[..., dict[str, Any]] | None) -> Rollouts | None:
+        args, is_early = self._view.args, self._rewards.scoring.starts_early
         comes_at_once = not is_early or args.generation_lookahead or args.balances_nodes
-        if comes_at_once and not self.tools and self.rollout_func is None:
+        if comes_at_once and not self._view.tools and func is None:
             return None
-        is_function = self.rollout_func is not None
-        func = self.rollout_func
-        agents = func if isinstance(func, AgentRollout) else None
-        if is_function:
-            self.rollout_func = self._together(self.rollout_func)
-        trainer = weakref.proxy(self)
-
-        def rows_of(prompts: Sequence[list[int]]) -> list[EpisodeRow]:
-            return [trainer._episode_row(row, ids) for row, ids in enumerate(prompts)]
-
-        def on_end(row: int, episode: Episode) -> None:
-            if episode.refusal is None:
-                completion = episode.messages if trainer._is_chat else episode.messages[0]["content"]
-                trainer._scoring.add(row, completion, episode.token_ids)
-
-        self._ahead = EpisodesAhead(trainer, func)
-        prepare = partial(use_device, self.accelerator.device)
-        self._rollouts = Rollouts(
-            limits=self._episode_limits,
+        return Rollouts(
+            limits=self._limits,
             tools=ToolRunner(
                 timeout_s=args.tool_timeout,
                 main=MainThread(),
                 max_threads=args.max_tool_threads,
                 max_abandoned=args.max_abandoned_tools,
-                say=partial(_log.warning, "rank %d: %s", rank, extra=EVERY_RANK),
-                prepare=prepare,
+                say=self._say,
+                prepare=self._prepare,
             ),
-            is_function=is_function,
-            prepare=prepare,
-            template=_TrainersTemplate(self),
-            rows_of=rows_of,
+            is_function=func is not None,
+            prepare=self._prepare,
+            template=_TrainersTemplate(self._view, self._rewards),
+            rows_of=lambda prompts: [self._row(row, ids) for row, ids in enumerate(prompts)],
             planned=self._ahead.planned,
-            on_end=on_end if is_early and not args.generation_lookahead else None,
-            loop=getattr(self, "async_loop", None),
-            func=agents,
+            on_end=self._add_reward if is_early and not args.generation_lookahead else None,
+            loop=self._view.async_loop,
+            func=func if isinstance(func, AgentRollout) else None,
         )
-        return self._rollouts
 
-    def _episode_row(self, row: int, token_ids: list[int]) -> EpisodeRow:
-        """Of the batch that is being made."""
-        toolbox, schema = None, self.tools
-        if self.tools:
-            toolbox = Toolbox(sync=self._sync_tool_dicts[row], asynchronous=self._async_tool_dicts[row])
-        if self.environment_factories is not None:
-            schema = self._env_tools[self._batch_environments[row]]
-        return EpisodeRow.of(token_ids, toolbox, schema)
+    def _start(self, rows: Sequence[EpisodeRow], sampler: Sampler, tools: ToolRunner) -> Any:
+        assert self.rollouts is not None, "they were planned"
+        return self.rollouts.start(rows, sampler, tools)
+
+    def _row(self, row: int, token_ids: list[int]) -> EpisodeRow:
+        """Of the batch that is being made; tools as TRL finds them (1.16)."""
+        environments = self._view.environments
+        tools = [*self._tools, *(methods(environments[row]) if environments else ())]
+        return EpisodeRow.of(token_ids, toolbox(tools) if self._view.tools else None, tools)
+
+    def _add_reward(self, row: int, episode: Episode) -> None:
+        if episode.refusal is None:
+            completion = episode.messages if self._rewards.is_chat else episode.messages[0]["content"]
+            self._rewards.scoring.add(row, completion, episode.token_ids)
 
     @property
-    def _episode_limits(self) -> EpisodeLimits:
+    def _limits(self) -> EpisodeLimits:
+        args = self._view.args
+        turns = args.max_tool_calling_iterations
         return EpisodeLimits(
-            max_completion_tokens=self.max_completion_length,
-            max_turn_tokens=(self.args.generation_kwargs or {}).get("max_tokens") or self.max_completion_length,
-            max_tool_turns=self.max_tool_calling_iterations,
+            max_completion_tokens=args.max_completion_length,
+            max_turn_tokens=(args.generation_kwargs or {}).get("max_tokens") or args.max_completion_length,
+            max_tool_turns=sys.maxsize if turns is None else turns,
         )
 
     def agent_batch(
         self, prompts: Sequence[Any], rows: Sequence[Any] | None = None, sampler: Sampler | None = None
     ) -> AgentBatch:
-        """Inside of a rollout function: what `grpo.agents` needs of the batch that is being made.
+        """What `grpo.agents` needs of the batch that is being made.
 
         Args:
             prompts: of this rank's rows, as TRL gives them to the rollout function.
             rows, sampler: of another batch.
         """
-        engines, args, rank = self._local, self.args, self.accelerator.process_index
-        if engines is None:
-            raise TypeError("grpo.agents asks the node's own engines: set vllm_mode to 'local'")
+        view, args = self._view, self._view.args
         if self._agent_template is None:
-            self._agent_template = MessageTemplate(self.processing_class, self.chat_template_kwargs)
-        rows = self.batch_rows if rows is None else rows
-        sampler = engines.sampler if sampler is None else sampler
-        place, folder = self.topology, Path(args.output_dir) / LOGS_FOLDER
+            self._agent_template = MessageTemplate(view.processing_class, args.chat_template_kwargs or {})
+        rows = self._rewards.inputs if rows is None else rows
+        sampler = view.engines.sampler if sampler is None else sampler
         return AgentBatch(
             rows=rows if len(rows) == len(prompts) else [{"prompt": prompt} for prompt in prompts],
-            is_chat=self._is_chat,
+            is_chat=self._rewards.is_chat,
             sampler=sampler,
             template=self._agent_template,
-            limits=self._episode_limits.under(sampler.sampling),
+            limits=self._limits.under(sampler.sampling),
             timeout_s=args.agent_timeout or args.rollout_timeout / 2,
             max_at_once=args.max_agents_at_once,
             max_failed=args.max_failed_agents,
             host=args.agent_host,
-            log=folder / log_name("agents", node=place.node, index=rank, attempt=self.attempt),
+            log=self._agents_log,
             covers=self._watch.covers,
             uncovers=self._watch.uncovers,
-            say=partial(_log.warning, "rank %d: %s", rank, extra=EVERY_RANK),
-            prepare=partial(use_device, self.accelerator.device),
-            end_token=self.eos_token_ids[0],
+            say=self._say,
+            prepare=self._prepare,
+            end_token=view.eos_token_ids[0],
         )
 
-    def _together(self, func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        me = weakref.ref(self)
-
-        def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-            own = me()
-            assert own is not None, "TRL calls it in a generation"
-            engines = own._local
-            assert engines is not None, "of local mode"
-            output = engines.roll_out(lambda: func(prompts, trainer), prompts)
-            own.note_sampling(engines)
-            return output
-
-        return rollout
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        """TRL's; `reset` has a deadline, and an environment of which a call still runs is not used again."""
-        if self._rollouts is not None and self.model.training and self.environment_factories is not None:
-            self._ahead.lend(self._progress()[2])
-        with ExitStack() as self._resetting:
-            if self._local is not None and self.environment_factories is not None:
-                cause = (
-                    f"an environment's reset has not returned within {self.args.rollout_timeout:g} s (rollout_timeout)"
-                )
-                limit = self._watch.limited("reset of environments", self.args.rollout_timeout, cause)
-                self._resetting.enter_context(limit)
+    @contextlib.contextmanager
+    def of_batch(self) -> Iterator[None]:
+        """While a batch is made: `reset` has a deadline, and an environment of which a call still runs is not used
+        again."""
+        if self._view.environment_factories is None:
+            yield
+            return
+        if self.rollouts is not None and self._view.mode == "train":
+            self._ahead.lend(self._view.batch_number)
+        seconds = self._view.args.rollout_timeout
+        cause = f"an environment's reset has not returned within {seconds:g} s (rollout_timeout)"
+        with contextlib.ExitStack() as self._resetting:
+            self._resetting.enter_context(self._watch.limited("reset of environments", seconds, cause))
             try:
-                return super()._generate_and_score_completions(inputs)
+                yield
             finally:
                 self._replace_hanging()
 
-    def _generate(self, prompts: Any) -> Any:
-        self._resetting.close()  # they are reset
-        return super()._generate(prompts)
+    def end_resets(self) -> None:
+        """The batch's environments are reset."""
+        self._resetting.close()
 
     def _replace_hanging(self) -> None:
-        if self._rollouts is None or not self.environments or self._local is None:
+        environments = self._view.environments
+        _, tools = self._view.engines.last_episodes
+        if self.rollouts is None or not environments or tools is None:
             return
-        _, tools = self._local.last_episodes
-        for row in () if tools is None else tools.hanging_rows:
-            pool = self._environment_pool[self._batch_environments[row]]
-            pool[:] = [each for each in pool if each is not self.environments[row]]  # TRL makes others
+        hanging = [environments[row] for row in tools.hanging_rows]
+        for pool in self._view.environment_pool.values():
+            pool[:] = [each for each in pool if not any(each is other for other in hanging)]  # TRL makes others
 
-    def _tool_call_loop(self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, *rest: Any) -> Any:
-        """TRL's, of episodes that `_generate_single_turn` has had."""
-        if self._local is None:
-            return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *rest)
-        episodes, tools = self._local.last_episodes
+    def talked(self, completions: Any) -> Any:
+        """What TRL's tool loop returns, of episodes that the first turn was a part of."""
+        episodes, tools = self._view.engines.last_episodes
         assert tools is not None, "they were had"
         return as_trl_takes_them(episodes, completions, tools.counts)

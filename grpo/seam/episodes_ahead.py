@@ -10,82 +10,102 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from grpo.faults.users_code import own_streams
-from grpo.rollout.agents.rollout import AgentRollout
+from grpo.rollout.agents.rollout import AgentBatch, AgentRollout
 from grpo.rollout.turns.declared import may_run_in_threads
 from grpo.rollout.turns.environments import Home, home_of
 from grpo.rollout.turns.episode import Episode
 from grpo.rollout.turns.rollouts import EpisodeRow, Planned
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.tools import Toolbox, ToolRunner
+from grpo.seam.view import TrainerView
+
+
+class UpcomingRows(Protocol):
+    """What is known of this rank's part of generation batches that follow; None where training ends before them."""
+
+    def rows_of_batch(self, number: int) -> list[dict[str, Any]] | None:
+        """Rows of the data set, copies included."""
+
+    def prompts_of_batch(self, number: int) -> list[list[int]] | None:
+        """Token ids of their prompts."""
 
 
 class EpisodesAhead:
     """Plans episodes of batches that follow.
 
     Args:
-        trainer: a `EpisodesTrainer`.
+        tools: those that are the same for all rows.
         func: the rollout function, where there is one.
+        start: begins episodes of these rows.
+        agent_batch: what a function that is `grpo.agents` is given, of these prompts and rows.
     """
 
-    def __init__(self, trainer: Any, func: Callable[..., dict[str, Any]] | None) -> None:
-        self._trainer, self._func = trainer, func
+    def __init__(
+        self,
+        view: TrainerView,
+        upcoming: UpcomingRows,
+        *,
+        tools: Sequence[Callable[..., Any]],
+        func: Callable[..., dict[str, Any]] | None,
+        start: "Callable[[Sequence[EpisodeRow], Sampler, ToolRunner], Future[list[Talk]]]",
+        agent_batch: Callable[[Sequence[Any], Sequence[Any], Sampler], AgentBatch],
+    ) -> None:
+        self._view, self._upcoming, self._tools, self._func = view, upcoming, tools, func
+        self._start, self._agent_batch = start, agent_batch
         self._lent: dict[int, list[tuple[Any, Any]]] = {}
         """By the number of the batch: name and environment of each row."""
 
     def planned(self, number: int) -> Planned | None:
         """Those of the generation batch with this number; None when training ends before it."""
-        trainer = self._trainer
-        if self._func is None and trainer.environment_factories is None:
-            if (prompts := trainer.prompts_of_batch(number)) is None:
+        if self._func is None and self._view.environment_factories is None:
+            if (prompts := self._upcoming.prompts_of_batch(number)) is None:
                 return None
-            toolbox = _toolbox(trainer._standalone_tools)
-            return self._of_episodes([EpisodeRow.of(ids, toolbox, trainer.tools) for ids in prompts], lambda: prompts)
-        if (rows := trainer.rows_of_batch(number)) is None:
+            box = toolbox(self._tools)
+            return self._of_episodes([EpisodeRow.of(ids, box, self._tools) for ids in prompts], lambda: prompts)
+        if (rows := self._upcoming.rows_of_batch(number)) is None:
             return None
         if self._func is not None:
             return self._of_function(self._func, rows)
         return self._in_environments(number, rows)
 
     def _of_episodes(self, rows: Sequence[EpisodeRow], asked: Callable[[], Any], **more: Any) -> Planned:
-        def start(sampler: Sampler, tools: ToolRunner) -> "Future[list[Episode]]":
-            return self._trainer._rollouts.start(rows, sampler, tools)
-
-        return Planned(num_rows=len(rows), start=start, asked=asked, **more)
+        return Planned(num_rows=len(rows), start=partial(self._start, rows), asked=asked, **more)
 
     def _of_function(self, func: Callable[..., dict[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Planned:
-        prompts, trainer = [row["prompt"] for row in rows], self._trainer
+        prompts, trainer = [row["prompt"] for row in rows], self._view.trainer
         batch: dict[str, Any] = {"num_rows": len(rows), "asked": lambda: prompts}
         if not isinstance(func, AgentRollout):
             return Planned(func=lambda: func(prompts, trainer), **batch)
         begin = func.start
-        return Planned(start=lambda sampler, tools: begin(trainer.agent_batch(prompts, rows, sampler)), **batch)
+        return Planned(start=lambda sampler, tools: begin(self._agent_batch(prompts, rows, sampler)), **batch)
 
     # -- environments ---------------------------------------------------------------------------------------------
 
     def _in_environments(self, number: int, rows: Sequence[Mapping[str, Any]]) -> Planned:
-        trainer = self._trainer
-        names = [row.get("environment") if trainer._multi_environment else None for row in rows]
+        is_named = None not in self._factories  # then each row names its own
+        names = [row.get("environment") if is_named else None for row in rows]
         lent = self._lent[number] = [(name, self._borrow(name)) for name in names]
         for _, environment in lent:
             _home(environment).coming = Future()
         prompts: dict[int, list[int]] = {}
 
         def of_row(row: int) -> EpisodeRow:
-            name, environment = lent[row]
+            _, environment = lent[row]
+            tools = [*self._tools, *methods(environment)]
 
             async def prompt() -> list[int]:
-                observation = await _reset(environment, rows[row], is_named=trainer._multi_environment)
+                observation = await _reset(environment, rows[row], is_named=is_named)
                 messages = rows[row].get("prompt", [{"role": "user", "content": ""}])
-                prompts[row] = self._tokens(_with_observation(messages, observation), name)
+                prompts[row] = self._tokens(_with_observation(messages, observation), tools)
                 return prompts[row]
 
-            toolbox = _toolbox([*trainer._standalone_tools, *_methods(environment)])
-            return EpisodeRow(prompt=prompt, toolbox=toolbox, schema=trainer._env_tools[name])
+            return EpisodeRow(prompt=prompt, toolbox=toolbox(tools), schema=tools)
 
         return self._of_episodes(
             [of_row(row) for row in range(len(rows))],
@@ -99,28 +119,34 @@ class EpisodesAhead:
         for name, environment in self._lent.pop(number, ()):
             mine[name].append(environment)
         for name, environments in mine.items():
-            self._trainer._environment_pool[name][:0] = environments
+            self._view.environment_pool[name][:0] = environments
+
+    @property
+    def _factories(self) -> Mapping[Any, Any]:
+        """By the names that rows give; of one factory alone by None, as TRL has it (1.16)."""
+        assert self._view.environment_factories is not None, "looked at before"
+        return self._view.environment_factories
 
     def _borrow(self, name: Any) -> Any:
         """One that no row has, or another one."""
-        if (pool := self._trainer._environment_pool.get(name)) is None:
-            known = ", ".join(map(repr, self._trainer._environment_pool))
+        if (pool := self._view.environment_pool.get(name)) is None:
+            known = ", ".join(map(repr, self._view.environment_pool))
             raise ValueError(f"a row has environment {name!r}, which is none of environment_factory: {known}")
-        taken = {id(each) for each in self._trainer.environments or ()}
+        taken = {id(each) for each in self._view.environments or ()}
         free = next((place for place, each in enumerate(pool) if id(each) not in taken), None)
-        return self._trainer.environment_factories[name]() if free is None else pool.pop(free)
+        return self._factories[name]() if free is None else pool.pop(free)
 
-    def _tokens(self, prompt: list[dict[str, Any]], name: Any) -> list[int]:
+    def _tokens(self, prompt: list[dict[str, Any]], tools: Sequence[Callable[..., Any]]) -> list[int]:
         """As TRL's `_tokenize_prompts` has them (1.16), of one row and in another thread."""
-        trainer = self._trainer
-        tokenized = trainer.processing_class.apply_chat_template(
-            conversation=[prepare_multimodal_messages(prompt) if trainer._is_vlm else prompt],
-            tools=trainer._env_tools[name] or None,
-            chat_template=trainer.chat_template,
+        processing = self._view.processing_class
+        tokenized = processing.apply_chat_template(
+            conversation=[prepare_multimodal_messages(prompt) if isinstance(processing, ProcessorMixin) else prompt],
+            tools=tools or None,
+            chat_template=self._view.chat_template,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
-            **trainer.chat_template_kwargs,
+            **(self._view.args.chat_template_kwargs or {}),
         )
         return tokenized["input_ids"][0]
 
@@ -194,13 +220,14 @@ def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[di
     return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
 
 
-def _methods(environment: Any) -> list[Callable[..., Any]]:
+def methods(environment: Any) -> list[Callable[..., Any]]:
     """Its tools, as TRL finds them (1.16)."""
     names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if not name.startswith("_")]
     return [getattr(environment, name) for name in names if name not in ("reset", "get_reward")]
 
 
-def _toolbox(tools: Sequence[Callable[..., Any]]) -> Toolbox:
+def toolbox(tools: Sequence[Callable[..., Any]]) -> Toolbox:
+    """What an episode may call, by name."""
     named = {tool.__name__: tool for tool in tools}
     asynchronous = {name: tool for name, tool in named.items() if inspect.iscoroutinefunction(tool)}
     return Toolbox(sync={name: named[name] for name in named.keys() - asynchronous}, asynchronous=asynchronous)

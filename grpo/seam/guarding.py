@@ -1,19 +1,20 @@
-"""Between TRL's trainer and ours: log-probabilities of engines, held to those of the trainer, batch by batch."""
+"""Log-probabilities of engines, held to those of the trainer, batch by batch."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import TrainerControl
 
 from grpo.config.models import samples_as_scored
 from grpo.faults.failure import FailureKind, FailureRecord, StepFailed
+from grpo.faults.watch import FailureWatch
+from grpo.groups.node_groups import NodeGroups
 from grpo.place.wire import Wire
 from grpo.record.metrics import models_tokens
 from grpo.rollout.facts import sampled_by
-from grpo.seam.old_logprobs import OldLogprobsTrainer
+from grpo.seam.view import Batch, TrainerView
 from grpo.weights.guard import IN_A_ROW, Drift, LogprobGuard, gaps_by_node
 
 _log = logging.getLogger(__name__)
@@ -30,92 +31,106 @@ class _RankGap(Wire):
     """See `GapSums`."""
 
 
-class GuardedTrainer(OldLogprobsTrainer):
-    """A trainer that holds each node's log-probabilities to its own, batch by batch; see `LogprobGuard`.
+class BatchGuard:
+    """Holds each node's log-probabilities to the trainer's own, batch by batch; see `LogprobGuard`.
 
     It computes nothing for that: with TRL's correction, and where a batch serves several optimizer steps, TRL scores
     the batch before it is trained on (1.16); else the forward passes of training do, before the weights change. Rows
     that older weights have sampled do not count: with `generation_lookahead`, all.
+
+    Args:
+        note_nodes: takes a figure of each node.
     """
 
-    _guard = LogprobGuard()  # of no trainer: the first weight sync is a full one
-    _full_syncs = 0
-    """Of the engines, when the guard last took new references."""
-    _gap_sums: torch.Tensor | None = None
-    """[N, 2] float64, of each node: absolute differences added up, and of how many tokens; None: no batch to judge."""
+    def __init__(
+        self,
+        view: TrainerView,
+        watch: FailureWatch,
+        groups: NodeGroups,
+        note_nodes: Callable[[Mapping[str, list[float]]], None],
+    ) -> None:
+        self._view, self._watch, self._groups, self._note_nodes = view, watch, groups, note_nodes
+        self._topology = groups.topology
+        self._guard = LogprobGuard()  # of no trainer: the first weight sync is a full one
+        self._full_syncs = 0
+        """Of the engines, when the guard last took new references."""
+        self._gap_sums: torch.Tensor | None = None
+        """[N, 2] float64, of each node: absolute differences added up, and of how many tokens; None: no batch to
+        judge."""
 
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        scored = super()._generate_and_score_completions(inputs)
-        if self._local is None or self._mode != "train" or self.args.generation_lookahead:
-            return scored
-        if self._local.last_batch is None or scored.get("sampling_per_token_logps") is None:
-            return scored
-        origin = sampled_by(self._local.last_batch.completions, self.state.global_step)
+    def take(self, scored: Batch, *, has_own: bool) -> None:
+        """A generation batch as TRL has scored it.
+
+        Args:
+            has_own: whether `old_per_token_logps` are the trainer's own, where there are any.
+        """
+        if self._view.mode != "train" or self._view.args.generation_lookahead:
+            return
+        if (last := self._view.engines.last_batch) is None or scored.get("sampling_per_token_logps") is None:
+            return
+        origin = sampled_by(last.completions, self._view.state.global_step)
         if len(origin) == len(scored["completion_mask"]):  # a subclass may ask for completions of its own
             scored[_ORIGIN] = torch.from_numpy(origin).to(scored["completion_mask"].device)
-            if not self._clips_on_engines and (own := scored.get("old_per_token_logps")) is not None:
-                self._add_gap(scored, own)
-        return scored
+            if has_own and (own := scored.get("old_per_token_logps")) is not None:
+                self.note(scored, own)
 
-    def _note_own(self, batch: Mapping[str, Any], own: torch.Tensor) -> None:
-        super()._note_own(batch, own)
-        if _ORIGIN in batch:
-            self._add_gap(batch, own)
-
-    def _add_gap(self, batch: Mapping[str, Any], own: torch.Tensor) -> None:
-        """Add what the trainer has computed of these rows. [rows, tokens] float."""
+    def note(self, batch: Mapping[str, Any], own: torch.Tensor) -> None:
+        """What the trainer has computed of these rows. [rows, tokens] float."""
+        if _ORIGIN not in batch:
+            return
         of_rows = gap_of_rows(batch, own)
         is_counted = batch[_ORIGIN] >= 0
         sums = self._gap_sums
         if sums is None:
-            sums = torch.zeros(self.topology.num_nodes, 2, dtype=torch.float64, device=own.device)
+            sums = torch.zeros(self._topology.num_nodes, 2, dtype=torch.float64, device=own.device)
         self._gap_sums = sums.index_add(0, batch[_ORIGIN][is_counted], of_rows[is_counted])
 
-    def after_step(self, control: TrainerControl) -> None:
+    def after_step(self) -> None:
         """Judge what the step was trained on. Collective."""
-        super().after_step(control)
         if self._gap_sums is not None:
             sums, self._gap_sums = self._gap_sums, None
             self._judge({node: (total, int(count)) for node, (total, count) in enumerate(sums.tolist()) if count})
 
     def _judge(self, sums: dict[int, tuple[float, int]]) -> None:
         """Raises StepFailed, on every rank, where a node is beyond the limit that the user has set."""
-        assert self._local is not None, "its engines have sampled"
-        mine = _RankGap(node=self.topology.node, host=self._watch.host, sums=sums)
-        ranks: list[_RankGap] = self._node_groups.exchange(self._watch, None, mine, _RankGap)
+        mine = _RankGap(node=self._topology.node, host=self._watch.host, sums=sums)
+        ranks: list[_RankGap] = self._groups.exchange(self._watch, None, mine, _RankGap)
         gaps = gaps_by_node(each.sums for each in ranks)
         if not gaps:
             return
         hosts = {each.node: each.host for each in ranks}
         self._note_gaps(gaps)
         self._check_limit(gaps, hosts)
-        delivery = self._local.delivery
+        delivery = self._view.engines.delivery
         if delivery.full_syncs != self._full_syncs:
             self._full_syncs, self._guard = delivery.full_syncs, self._guard.restarted()
         for drift in (drifts := self._guard.judge(gaps)):
             _log.warning("WARNING: %s", _said_of(drift, hosts[drift.node]))
         if drifts:
             delivery.require_full_sync()
-        self.note_metrics({"sampling/gap_alarms": float(self._guard.num_alarms)})
+        self._view.note_metrics({"sampling/gap_alarms": float(self._guard.num_alarms)})
 
     def _note_gaps(self, gaps: Mapping[int, float]) -> None:
         name, values = "sampling/logprob_gap", [*gaps.values()]
-        self.note_metrics({name: sum(values) / len(values), f"{name}_min": min(values), f"{name}_max": max(values)})
-        if len(gaps) == self.topology.num_nodes:
-            self.by_node = {**self.by_node, name: values}
+        mean = sum(values) / len(values)
+        self._view.note_metrics({name: mean, f"{name}_min": min(values), f"{name}_max": max(values)})
+        if len(gaps) == self._topology.num_nodes:
+            self._note_nodes({name: values})
 
     def _check_limit(self, gaps: Mapping[int, float], hosts: Mapping[int, str]) -> None:
-        limit, node = self.args.vllm_max_logprob_gap, max(gaps, key=lambda node: gaps[node])
-        if limit is None or gaps[node] <= limit or self.rollout_func is not None or not samples_as_scored(self.args):
+        args, node = self._view.args, max(gaps, key=lambda node: gaps[node])
+        limit, is_own = args.vllm_max_logprob_gap, self._view.rollout_func is not None
+        if limit is None or gaps[node] <= limit or is_own or not samples_as_scored(args):
             return
         cause = (
             f"log-probabilities of engines and trainer differ by {gaps[node]:.3g} nats in the mean over the tokens of "
-            f"step {self.state.global_step} that this node has sampled [GRPO-414]; vllm_max_logprob_gap is {limit:g}"
+            f"step {self._view.state.global_step} that this node has sampled [GRPO-414]; vllm_max_logprob_gap is "
+            f"{limit:g}"
         )
         raise StepFailed(
             FailureRecord(
                 node=node,
-                rank=self.topology.nodes()[node][0],
+                rank=self._topology.nodes()[node][0],
                 host=hosts[node],
                 phase="train",
                 cause=cause,

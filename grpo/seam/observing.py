@@ -27,7 +27,7 @@ from grpo.record.folder import RunFolder
 from grpo.record.profiling import ProfileSteps
 from grpo.record.timeline.phases import Phases
 from grpo.record.timeline.recorder import Recorder
-from grpo.record.timeline.records import BACKWARD, FORWARD, OLD_LOGPROBS, OPTIMIZER, REFERENCE_LOGPROBS, SAVE, SCORE
+from grpo.record.timeline.records import BACKWARD, FORWARD, OLD_LOGPROBS, OPTIMIZER, REFERENCE_LOGPROBS, SAVE
 from grpo.record.timeline.usage import UsageSampler
 from grpo.seam.engines import LocalEngines
 from grpo.seam.resuming import ResumableTrainer
@@ -124,10 +124,6 @@ class ObservedTrainer(ResumableTrainer):
         is_reference = model is self.ref_model or (is_peft_model(self.model) and _is_off(self.model))
         with self._phases.measured(REFERENCE_LOGPROBS if is_reference else OLD_LOGPROBS):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.timeline.rest(SCORE):  # models, and waiting for other ranks' rewards
-            return super()._calculate_rewards(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self.timeline.span(SAVE), self._during("save"):

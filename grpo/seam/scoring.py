@@ -1,10 +1,10 @@
-"""Between TRL's trainer and ours: rewards that begin when their completions are there."""
+"""Rewards of a batch, which begin when their completions are there."""
 
+import contextlib
 import inspect
 import logging
-import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,17 @@ from trl.data_utils import is_conversational
 from grpo.checkpoints.rank_state import random_states, restore_random_states
 from grpo.faults.watch import FailureWatch
 from grpo.place.log import EVERY_RANK
+from grpo.record.timeline.recorder import Recorder
+from grpo.record.timeline.records import SCORE
 from grpo.rewards.batch import Rows
 from grpo.rewards.scoring import Scoring
 from grpo.rollout.turns.environments import home_of
-from grpo.seam.engines import LocalEngines
-from grpo.seam.observing import ObservedTrainer
+from grpo.seam.view import TrainerView
 
 _log = logging.getLogger(__name__)
+
+Generate = Callable[[list[Any]], Sequence[Any]]
+"""TRL's `_generate`: of prompts what it calls prompt ids, completion ids, mask, completions and so on."""
 
 
 def use_device(device: torch.device) -> None:
@@ -29,123 +33,118 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)  # which is each thread's own
 
 
-class ScoringTrainer(ObservedTrainer):
-    """A trainer whose reward functions run while it computes log-probabilities, or still samples."""
+class BatchRewards:
+    """Reward functions of the batch that is being made: they run while others are sampled, or scored by models.
 
-    _local: LocalEngines | None = None
-    """In local mode, as `_watch`."""
-    _watch: FailureWatch
-    reward_funcs: list[Any]
-    _scoring: Scoring | None = None
-    _inputs: Sequence[Mapping[str, Any]] = ()
-    """Of the batch that is being made."""
-    _is_chat = False
-    """Whether its prompts are messages."""
-    _compares = True
-    """Until functions were called beside the main thread and in it."""
+    TRL calls what stands in for them. It is not given stand-ins once and for all, at construction: it names and loads
+    what it is given, users change `reward_funcs` later, and what is left out has no reward on any rank.
+    """
 
-    def _score_beside(self) -> None:
-        """In local mode, after TRL's own `__init__`."""
-        me = weakref.proxy(self)
-        rank = self.accelerator.process_index
-        self._scoring = Scoring(
-            self.reward_funcs,
+    def __init__(self, view: TrainerView, watch: FailureWatch, timeline: Recorder) -> None:
+        self._view, self._watch, self._timeline = view, watch, timeline
+        self.inputs: Sequence[Mapping[str, Any]] = ()
+        """This rank's rows of the batch: one for each completion, with all columns of the data."""
+        self.is_chat = False
+        """Whether its prompts are messages."""
+        self._compares = view.args.overlap_rewards and view.args.check_rewards
+        """Until functions were called beside the main thread and in it."""
+        self.scoring = self._of_functions()
+
+    def _of_functions(self) -> Scoring:
+        args, accelerator = self._view.args, self._view.accelerator
+        return Scoring(
+            self._view.reward_funcs,
             self._watch,
-            timeout_s=self.args.reward_timeout,
-            beside=self.args.overlap_rewards,
+            timeout_s=args.reward_timeout,
+            beside=args.overlap_rewards,
             in_main_thread=self._asks_environments,
-            loop=lambda: me.async_loop,
-            timeline=self.timeline,
-            prepare=partial(use_device, self.accelerator.device),
-            say=partial(_log.warning, "rank %d: %s", rank, extra=EVERY_RANK),
+            loop=self._loop,
+            timeline=self._timeline,
+            prepare=partial(use_device, accelerator.device),
+            say=partial(_log.warning, "rank %d: %s", accelerator.process_index, extra=EVERY_RANK),
         )
+
+    def _loop(self) -> Any:
+        return self._view.async_loop
 
     def _asks_environments(self, func: Any) -> bool:
         """Whether it is given environments that live in the main thread, as `get_reward` in TRL's wrapper is (1.16)."""
         code = getattr(inspect.unwrap(func), "__code__", None)
-        if not self.environment_factories or code is None or "environments" not in inspect.getargs(code).args:
+        if not self._view.environment_factories or code is None or "environments" not in inspect.getargs(code).args:
             return False
-        return any(home_of(each.reset) is None for pool in self._environment_pool.values() for each in pool)
+        return any(home_of(each.reset) is None for pool in self._view.environment_pool.values() for each in pool)
 
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        self._inputs = inputs
+    @contextlib.contextmanager
+    def of_batch(self, inputs: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """While a batch of these rows is made."""
+        self.inputs = inputs
         try:
-            return super()._generate_and_score_completions(inputs)
+            yield
         finally:
-            self._inputs = ()
+            self.inputs = ()
 
-    def _generate(self, prompts: Any) -> Any:
-        """TRL's; rewards begin, at the latest, when it is over."""
-        self._is_chat = is_conversational({"prompt": prompts[0]})
-        if self._scoring is None:
-            return super()._generate(prompts)
-        if len(self._inputs) != len(prompts):  # a subclass may ask for completions alone
-            return _with_messages(super()._generate(prompts))
-        if not self._scoring.scores(self.reward_funcs):
-            self._score_beside()  # they were changed
+    def sample(self, prompts: list[Any], generate: Generate) -> Sequence[Any]:
+        """Sample; rewards begin, at the latest, when it is over."""
+        self.is_chat = is_conversational({"prompt": prompts[0]})
+        if len(self.inputs) != len(prompts):  # a subclass may ask for completions alone
+            return _with_messages(generate(prompts))
+        if not self.scoring.scores(self._view.reward_funcs):
+            self.scoring = self._of_functions()  # they were changed
         groups = self._groups(len(prompts))
-        self._scoring.begin(self._rows(self._inputs, prompts), groups)
-        generated = _with_messages(super()._generate(prompts))
+        self.scoring.begin(self._rows(self.inputs, prompts), groups)
+        generated = _with_messages(generate(prompts))
         _, completion_ids, _, completions, _, more, *_ = generated
-        rows = self._rows(_with_fields(self._inputs, more), prompts)
-        self._scoring.start(rows, completions, completion_ids, groups, refused=self._refused)
+        rows = self._rows(_with_fields(self.inputs, more), prompts)
+        self.scoring.start(rows, completions, completion_ids, groups, refused=self._view.engines.refused_rows)
         return generated
 
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
-        """TRL's; rows whose prompts no engine took are shown to no function, and have no reward."""
-        if self._scoring is None:
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        rows = self._rows(inputs, prompts)
-        if not self._scoring.is_of(
-            self.reward_funcs, rows, completions, completion_ids_list
-        ):  # of a subclass, or changed
-            if not self._scoring.scores(self.reward_funcs):  # they were changed, or a subclass has changed the rows
-                self._score_beside()
+    def calculate(
+        self, call: Callable[..., torch.Tensor], inputs: Any, prompts: Any, completions: Any, completion_ids: Any
+    ) -> torch.Tensor:
+        """Rewards of all ranks, by TRL's `_calculate_rewards`; rows whose prompts no engine took are shown to no
+        function, and have none."""
+        refused = self._view.engines.refused_rows
+        rows, functions = self._rows(inputs, prompts), self._view.reward_funcs
+        if not self.scoring.is_of(functions, rows, completions, completion_ids):  # of a subclass, or changed
+            if not self.scoring.scores(functions):  # they were changed, or a subclass has changed the rows
+                self.scoring = self._of_functions()
             groups = self._groups(len(prompts))
-            self._scoring.begin(rows, groups)
-            self._scoring.start(rows, completions, completion_ids_list, groups, refused=self._refused)
-        if self._compares and self.args.overlap_rewards and self.args.check_rewards:
+            self.scoring.begin(rows, groups)
+            self.scoring.start(rows, completions, completion_ids, groups, refused=refused)
+        if self._compares:
             self._compares = False
-            self._compare_threads(self._scoring)
-        functions, self.reward_funcs = self.reward_funcs, self._scoring.stand_ins()
+            self._compare_threads()
+        self._view.reward_funcs = self.scoring.stand_ins()
         try:
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            with self._timeline.rest(SCORE):  # models, and waiting for other ranks' rewards
+                rewards = call(inputs, prompts, completions, completion_ids)
         finally:
-            self.reward_funcs = functions
-        if (refused := self._refused) is not None:
-            rewards[self.accelerator.gather(torch.tensor(refused, device=rewards.device))] = torch.nan
+            self._view.reward_funcs = functions
+        if refused is not None:
+            rewards[self._view.accelerator.gather(torch.tensor(refused, device=rewards.device))] = torch.nan
         return rewards
 
-    def _compare_threads(self, scoring: Scoring) -> None:
+    def _compare_threads(self) -> None:
         """A function that one rank has to call in the main thread is called there by all. Collective over the job."""
+        accelerator = self._view.accelerator
         states = random_states()
-        mine = torch.tensor(scoring.compare(), device=self.accelerator.device)
+        mine = torch.tensor(self.scoring.compare(), device=accelerator.device)
         restore_random_states(states)
-        of_ranks = self.accelerator.gather(mine).reshape(-1, len(mine)).tolist()
+        of_ranks = accelerator.gather(mine).reshape(-1, len(mine)).tolist()
         ranks = ", ".join(str(rank) for rank, found in enumerate(of_ranks) if any(found))
         why = f"needs the main thread, or gives other rewards beside it, as rank {ranks} has found [GRPO-210]"
         wanted = [number for number in range(len(mine)) if any(found[number] for found in of_ranks)]
-        scoring.move(wanted, why if self.accelerator.is_main_process else None)
-
-    @property
-    def batch_rows(self) -> Sequence[Mapping[str, Any]]:
-        """This rank's rows of the batch that is being made: one for each completion, with all columns of the data."""
-        return self._inputs
-
-    @property
-    def _refused(self) -> list[bool] | None:
-        return None if self._local is None else self._local.refused_rows
+        self.scoring.move(wanted, why if accelerator.is_main_process else None)
 
     def _rows(self, inputs: Sequence[Mapping[str, Any]], prompts: Sequence[Any]) -> Rows:
-        return Rows(inputs, prompts, self.environments, self.state)
+        return Rows(inputs, prompts, self._view.environments, self._view.state)
 
     def _groups(self, num_rows: int) -> list[list[int]]:
         """This rank's rows of each prompt."""
-        size = self.num_generations if self.model.training else self.num_generations_eval
-        first = self.accelerator.process_index * num_rows
+        first = self._view.accelerator.process_index * num_rows
         groups = defaultdict(list)
         for row in range(num_rows):
-            groups[(first + row) // size].append(row)
+            groups[(first + row) // self._view.group_size].append(row)
         return [*groups.values()]
 
 

@@ -1,4 +1,4 @@
-"""Between TRL's trainer and ours: batches that sample spare groups, and train on those that teach.
+"""Batches that sample spare groups, and train on those that teach.
 
 What TRL 1.16 leaves open here: a batch is trained on as it was sampled, groups in which all completions have the same
 reward included, whose advantages are 0.
@@ -6,7 +6,7 @@ reward included, whose advantages are 0.
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,11 @@ import torch
 
 from grpo.checkpoints.prompt_order import GenerationSampler
 from grpo.faults.failure import FailureKind, FailureRecord, StepFailed
+from grpo.faults.watch import FailureWatch
+from grpo.groups.node_groups import NodeGroups
 from grpo.rollout.spares import DealtRows, chosen_groups, deal, flat_groups
-from grpo.seam.guarding import GuardedTrainer
+from grpo.seam.scoring import BatchRewards, Generate
+from grpo.seam.view import TrainerView
 
 _log = logging.getLogger(__name__)
 
@@ -23,73 +26,93 @@ FLAT_WINDOW = 20  # batches, over which the share of flat groups is looked at
 MOSTLY_FLAT = 0.5
 
 
-class SparingTrainer(GuardedTrainer):
-    """A trainer of which each batch samples `spare_groups` more groups than it trains on; see `grpo.rollout.spares`."""
+class SpareGroups:
+    """Batches of which each samples `spare_groups` more groups than it trains on; see `grpo.rollout.spares`.
 
-    multi_objective_aggregation: str
-    _kept_rewards: torch.Tensor | None = None
-    """[completions, functions] of the rows that are trained on, of all ranks; until TRL asks for them."""
-    _flat_shares: Sequence[float] = ()
-    _flat_batches = 0
-    """In a row, without a group that teaches."""
-    _has_said_flat = False
+    Args:
+        sampler: of the prompts of training.
+    """
 
-    def _generate(self, prompts: list[Any]) -> Any:
-        """TRL's, of this rank's share of all groups; then of the rows that it trains on."""
+    def __init__(
+        self,
+        view: TrainerView,
+        rewards: BatchRewards,
+        watch: FailureWatch,
+        groups: NodeGroups,
+        sampler: Callable[[], GenerationSampler | None],
+    ) -> None:
+        self._view, self._rewards, self._watch, self._groups, self._sampler = view, rewards, watch, groups, sampler
+        self._kept_rewards: torch.Tensor | None = None
+        """[completions, functions] of the rows that are trained on, of all ranks; until TRL asks for them."""
+        self._flat_shares: Sequence[float] = ()
+        self._flat_batches = 0
+        """In a row, without a group that teaches."""
+        self._has_said_flat = False
+
+    def sample(self, prompts: list[Any], generate: Generate, calculate: Callable[..., torch.Tensor]) -> Sequence[Any]:
+        """Sample this rank's share of all groups; then go on with the rows that it trains on.
+
+        Args:
+            prompts: are replaced by those of these rows.
+            calculate: the rewards of sampled rows, of all ranks.
+        """
         self._kept_rewards = None  # of a batch that did not come to its end
-        spares = self.args.spare_groups
-        if not spares or self._local is None or self._mode != "train" or len(self._inputs) != len(prompts):
-            return super()._generate(prompts)
-        assert isinstance(self._sampler, GenerationSampler), "refused for streams"
-        inputs, rank = self._inputs, self.accelerator.process_index
+        view, inputs = self._view, self._rewards.inputs
+        if not view.args.spare_groups or view.mode != "train" or len(inputs) != len(prompts):
+            return generate(prompts)
+        sampler = self._sampler()
+        assert sampler is not None, "refused for streams"
         assert isinstance(inputs, list), "TRL reads it again behind this (1.16)"
-        rows = self._sampler.sampled_batch(*divmod(self._step // self._steps_per_batch, self._sampler.num_batches))
-        share = len(rows) // self.accelerator.num_processes
-        self._inputs = [self.train_dataset[row] for row in rows[rank * share : (rank + 1) * share]]
-        if self.tools:  # the same for each row, as there are no environments
-            for of_rows in (self._sync_tool_dicts, self._async_tool_dicts):
-                of_rows[:] = [of_rows[0]] * share
-        asked = [row["prompt"] for row in self._inputs]
-        generated = super()._generate(asked)
+        rows = sampler.sampled_batch(*divmod(view.batch_number, sampler.num_batches))
+        share, rank = len(rows) // view.accelerator.num_processes, view.accelerator.process_index
+        sampled = [view.train_dataset[row] for row in rows[rank * share : (rank + 1) * share]]
+        asked = [row["prompt"] for row in sampled]
+        with self._rewards.of_batch(sampled):
+            generated = generate(asked)
         _, completion_ids, tool_mask, completions, *_ = generated
-        rewards = super()._calculate_rewards(self._inputs, asked, completions, completion_ids)
+        rewards = calculate(sampled, asked, completions, completion_ids)
         wanted = self._choose_rows(rewards)
         mine = self._deal_rows(completions, tool_mask, wanted)
         self._kept_rewards = rewards[torch.from_numpy(wanted).to(rewards.device)]
-        inputs[:] = [self.train_dataset[rows[row]] for row in self._own_rows(wanted)]
+        inputs[:] = [view.train_dataset[rows[row]] for row in self._own_rows(wanted)]
         prompts[:] = [row["prompt"] for row in inputs]
-        self._inputs = inputs
+        self._rewards.inputs = inputs
         return self._generated_rows(generated, prompts, mine)
+
+    def take_rewards(self) -> torch.Tensor | None:
+        """Of the batch that was sampled so, once."""
+        rewards, self._kept_rewards = self._kept_rewards, None
+        return rewards
 
     def _own_rows(self, wanted: np.ndarray) -> list[int]:
         """This rank's part of the rows that are trained on."""
-        return np.split(wanted, self.accelerator.num_processes)[self.accelerator.process_index].tolist()
+        return np.split(wanted, self._view.accelerator.num_processes)[self._view.accelerator.process_index].tolist()
 
     def _choose_rows(self, rewards: torch.Tensor) -> np.ndarray:
         """The numbers of the rows to train on. The same on every rank, whose rewards are the same."""
-        size = self.num_generations
+        size = self._view.args.num_generations
         found = rewards.float().cpu()
-        if self.multi_objective_aggregation == "sum_then_normalize":
+        if self._view.args.multi_objective_aggregation == "sum_then_normalize":
             unscored = found.isnan().all(1)
-            found = (found * self.reward_weights.float().cpu()).nansum(1)
+            found = (found * self._view.reward_weights.float().cpu()).nansum(1)
             found[unscored] = torch.nan
         is_flat = flat_groups(found.numpy().reshape(-1, size, found[0].numel()))
-        chosen = chosen_groups(is_flat, len(is_flat) - self.args.spare_groups)
+        chosen = chosen_groups(is_flat, len(is_flat) - self._view.args.spare_groups)
         self._note_flat(is_flat, chosen)
         return (chosen[:, None] * size + np.arange(size)).reshape(-1)
 
     def _note_flat(self, is_flat: np.ndarray, chosen: np.ndarray) -> None:
         share = float(is_flat.mean())
-        self.note_metrics(
+        self._view.note_metrics(
             {
                 "spare_groups/frac_zero_std_sampled": share,
                 "spare_groups/frac_zero_std_trained": float(is_flat[chosen].mean()),
                 "spare_groups/used": float((chosen >= len(chosen)).sum()),
-                "spare_groups/extra_completions": float((len(is_flat) - len(chosen)) * self.num_generations),
+                "spare_groups/extra_completions": float((len(is_flat) - len(chosen)) * self._view.args.num_generations),
             }
         )
         self._flat_batches = self._flat_batches + 1 if is_flat.all() else 0
-        if 0 < self.args.max_flat_batches <= self._flat_batches:
+        if 0 < self._view.args.max_flat_batches <= self._flat_batches:
             cause = (
                 f"{self._flat_batches} generation batches in a row (max_flat_batches) had no group whose completions "
                 "have different rewards, so nothing is learnt any more [GRPO-618]: take other prompts, more "
@@ -101,23 +124,23 @@ class SparingTrainer(GuardedTrainer):
         mean = sum(self._flat_shares) / len(self._flat_shares)
         if len(self._flat_shares) == FLAT_WINDOW and mean > MOSTLY_FLAT and not self._has_said_flat:
             self._has_said_flat = True
-            if self.accelerator.is_main_process:
+            if self._view.accelerator.is_main_process:
                 _log.warning(
                     "WARNING: in %d batches %.0f %% of the groups that were sampled are flat: all completions of a "
                     "prompt have the same reward, and spare_groups (%d) can replace few of them; take prompts that are "
                     "neither too easy nor too hard, or more num_generations",
                     FLAT_WINDOW,
                     100 * mean,
-                    self.args.spare_groups,
+                    self._view.args.spare_groups,
                 )
 
     def _deal_rows(self, completions: Sequence[Any], tool_mask: Sequence[Any] | None, wanted: np.ndarray) -> DealtRows:
         """Rows with what TRL needs of them, at the rank that trains on them. Collective."""
-        assert self._local is not None
-        assert self._local.last_batch is not None
-        extra = {name: values for name, values in self._pending_extra_logs.items() if len(values) == len(completions)}
+        batch, pending = self._view.engines.last_batch, self._view.pending_extra
+        assert batch is not None, "it was sampled"
+        extra = {name: values for name, values in pending.items() if len(values) == len(completions)}
         for name in extra:
-            del self._pending_extra_logs[name]
+            del pending[name]
         texts = [
             json.dumps(
                 {
@@ -129,22 +152,15 @@ class SparingTrainer(GuardedTrainer):
             )
             for row, completion in enumerate(completions)
         ]
-        return deal(self._node_groups, DealtRows(completions=self._local.last_batch.completions, texts=texts), wanted)
+        return deal(self._groups, DealtRows(completions=batch.completions, texts=texts), wanted)
 
     def _generated_rows(self, generated: Sequence[Any], prompts: list[Any], mine: DealtRows) -> tuple[Any, ...]:
         """As TRL's `_generate` gives it (1.16), of other rows."""
-        assert self._local is not None
         beside: list[Mapping[str, Any]] = [json.loads(text) for text in mine.texts]
         for name in {name for each in beside for name in each["extra"]}:
-            self._pending_extra_logs[name] = [each["extra"].get(name) for each in beside]
-        prompt_ids = self._tokenize_prompts(prompts)[0]
-        completion_ids, logprobs = self._local.keep(mine.completions, prompt_ids)
+            self._view.pending_extra[name] = [each["extra"].get(name) for each in beside]
+        prompt_ids = self._view.tokenize(prompts)
+        completion_ids, logprobs = self._view.engines.keep(mine.completions, prompt_ids)
         mask = None if generated[2] is None else [each["mask"] for each in beside]
         completions = [each["completion"] for each in beside]
         return prompt_ids, completion_ids, mask, completions, logprobs, *generated[5:7], [[] for _ in beside]
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if (rewards := self._kept_rewards) is not None:
-            self._kept_rewards = None
-            return rewards
-        return super()._calculate_rewards(*args, **kwargs)

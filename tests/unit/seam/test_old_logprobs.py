@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from grpo import GRPOTrainer
 from grpo.engine.messages import Sample
 from grpo.rollout import accounts
 from grpo.seam.lazy_vllm import TRLTrainer
-from grpo.seam.old_logprobs import OldLogprobsTrainer
+from grpo.seam.old_logprobs import OldLogprobs
 from grpo.weights import delivery
 from tests.support.scripted_trainer import make_trainer, use_scripted_engines
 
@@ -227,6 +228,8 @@ def test_a_batch_of_the_trainers_is_counted_again_when_it_goes_on(run: Run, monk
 
 
 def test_a_rollout_function_without_log_probabilities_is_reported() -> None:
-    bare = OldLogprobsTrainer.__new__(OldLogprobsTrainer)
+    view: Any = SimpleNamespace(mode="train", state=SimpleNamespace(global_step=0))
     with pytest.raises(ValueError, match=r"rollout_func gives no logprobs: .*old_logprobs to 'trainer'"):
-        bare._take_engines([{"completion_mask": torch.ones(1, 1), "sampling_per_token_logps": None}])
+        OldLogprobs(view, clips_on_engines=True).take(
+            {"completion_mask": torch.ones(1, 1), "sampling_per_token_logps": None}
+        )
