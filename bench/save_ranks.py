@@ -23,7 +23,8 @@ from grpo import GRPOConfig, GRPOTrainer
 from grpo.checkpoints.checkpoints import write_complete
 from grpo.checkpoints.rotation import size_of
 from grpo.groups.process_groups import join_deepspeed
-from grpo.seam.saving import SavingTrainer, sampling_of
+from grpo.seam.lazy_vllm import TRLTrainer
+from grpo.seam.saving import sampling_of
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 WORDS = ["<pad>", "</s>", "one", "two", "three", "and"]
@@ -94,7 +95,7 @@ class Saves:
         begun = time.monotonic()
         save()
         held = time.monotonic() - begun
-        self.trainer._finish_saving()
+        self.trainer._parts.saving.finish()
         dist.barrier()
         if name == "beside training":
             self.until_complete.append(time.monotonic() - begun)
@@ -106,25 +107,25 @@ class Saves:
         return held
 
     def as_before(self) -> None:
-        """transformers' own, then sizes in a record; what `SavingTrainer` did before it knew of disks."""
+        """transformers' own, then sizes in a record; as the trainer did before it knew of disks."""
         trainer = self.trainer
         folder = self.out / f"checkpoint-{trainer.state.global_step}"
-        super(SavingTrainer, trainer)._save_checkpoint(trainer.model_wrapped, None)
-        torch.save(trainer._rollout_state(), folder / f"rollout_state_{trainer.args.process_index}.pt")
-        trainer._node_groups.meet()
+        TRLTrainer._save_checkpoint(trainer, trainer.model_wrapped, None)
+        torch.save(trainer._parts.saving.rollout_state(), folder / f"rollout_state_{trainer.args.process_index}.pt")
+        trainer._parts.run.groups.meet()
         if dist.get_rank() == 0:
             write_complete(
                 folder, step=trainer.state.global_step, world_size=2, sampling=sampling_of(trainer.args), sums={}
             )
-        trainer._node_groups.meet()
+        trainer._parts.run.groups.meet()
 
     def beside_training(self) -> None:
         self.trainer._save_checkpoint(self.trainer.model_wrapped, None)
 
     def at_once(self) -> None:
         self.beside_training()
-        self.trainer._finish_saving()
-        self.trainer._node_groups.meet()
+        self.trainer._parts.saving.finish()
+        self.trainer._parts.run.groups.meet()
 
     def shards_alone(self) -> None:
         settings = self.trainer.model_wrapped._config.zero_config

@@ -47,6 +47,13 @@ _NCCL = "vllm.distributed.weight_transfer.nccl_engine.NCCLWeightTransferEngine"
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
 _C10D = "torch.distributed.distributed_c10d"
 
+DOCUMENTED = (
+    *_functions(_TRAINER, "calls", "add_callback(self, callback)\nremove_callback(self, callback)"),
+    *_values(_TRAINER, "reads", "accelerator args callback_handler control eval_dataset is_deepspeed_enabled model"),
+    *_values(_TRAINER, "reads", "model_wrapped optimizer processing_class state train_dataset"),
+)
+"""Of transformers' trainer: arguments of its own and of its callbacks, and what its pages tell others to use."""
+
 TABLE: tuple[PrivateName, ...] = (
     # TRL
     *_functions(
@@ -76,21 +83,10 @@ TABLE: tuple[PrivateName, ...] = (
         _get_tool_suffix_ids(self, tool_messages)
         """,
     ),
-    *_values(_TRL, "reads", "_environment_pool _logs _metrics"),
-    *_values(
-        _TRL, "reads", "_entropy_bonus_enabled aux_loss_enabled loss_type pad_to_multiple_of top_entropy_quantile"
-    ),
-    *_values(_TRL, "reads", "_is_vlm chat_template chat_template_kwargs"),
-    *_values(_TRL, "reads", "_tokenizer environment_factories environments eos_token_ids"),
-    *_values(_TRL, "reads", "log_completions num_generations"),
-    *_values(_TRL, "reads", "num_iterations ref_model reward_func_names reward_weights"),
-    *_values(_TRL, "reads", "shuffle_dataset tools"),
-    *_values(
-        _TRL,
-        "assigns",
-        "_buffered_inputs _last_loaded_step _pending_extra_logs _step async_loop reward_funcs rollout_func use_vllm",
-    ),
-    *_values(_TRL, "assigns", "log_multimodal vllm_generation vllm_importance_sampling_correction"),
+    *_values(_TRL, "reads", "_environment_pool _logs _metrics aux_loss_enabled chat_template environment_factories"),
+    *_values(_TRL, "reads", "environments eos_token_ids ref_model reward_func_names reward_weights rollout_func tools"),
+    *_values(_TRL, "assigns", "_buffered_inputs _last_loaded_step _pending_extra_logs _step async_loop log_multimodal"),
+    *_values(_TRL, "assigns", "reward_funcs use_vllm vllm_generation"),
     *_values("trl.trainer.grpo_config.GRPOConfig", "reads", "_VALID_DICT_FIELDS"),
     # `LocalVLLM` stands where an object of this class does.
     *_functions(
@@ -123,13 +119,8 @@ TABLE: tuple[PrivateName, ...] = (
         _get_output_dir(self, trial)
         _prepare_input(self, data)
         _save(self, output_dir=None, state_dict=None)
-        add_callback(self, callback)
-        is_world_process_zero(self)
-        remove_callback(self, callback)
         """,
     ),
-    *_values(_TRAINER, "reads", "accelerator args callback_handler control is_deepspeed_enabled model model_wrapped"),
-    *_values(_TRAINER, "reads", "eval_dataset optimizer processing_class state train_dataset"),
     *_functions(_ARGUMENTS, "overrides", "_setup_devices(self)"),
     *_values(_ARGUMENTS, "assigns", "_n_gpu"),
     *_values("transformers.configuration_utils.PreTrainedConfig", "reads", "_name_or_path"),

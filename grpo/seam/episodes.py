@@ -1,6 +1,7 @@
 """Tools, environments and rollout functions, on the node's own engines."""
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,10 +11,8 @@ from typing import Any
 
 from trl.chat_template_utils import parse_response
 
-from grpo.faults.watch import FailureWatch
 from grpo.model.messages import MessageTemplate
 from grpo.place.log import EVERY_RANK, LOGS_FOLDER, log_name
-from grpo.place.topology import NodeTopology
 from grpo.rollout.agents.rollout import AgentBatch, AgentRollout
 from grpo.rollout.turns.environments import in_their_threads
 from grpo.rollout.turns.episode import Episode, EpisodeLimits
@@ -21,7 +20,9 @@ from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.rollouts import EpisodeRow, Rollouts, as_trl_takes_them
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.tools import Message, ToolRunner
-from grpo.seam.episodes_ahead import EpisodesAhead, UpcomingRows, methods, toolbox
+from grpo.seam.episodes_ahead import EpisodesAhead, methods, toolbox
+from grpo.seam.ordering import PromptOrder
+from grpo.seam.run import JobRun
 from grpo.seam.scoring import BatchRewards, use_device
 from grpo.seam.view import TrainerView
 
@@ -77,39 +78,30 @@ class Episodes:
 
     Args:
         func: the rollout function as the user gave it, where there is one; `tools`, as well.
-        attempt: of the job.
     """
 
     def __init__(
         self,
         view: TrainerView,
+        run: JobRun,
+        order: PromptOrder,
         rewards: BatchRewards,
-        upcoming: UpcomingRows,
-        watch: FailureWatch,
-        topology: NodeTopology,
         *,
         func: Callable[..., dict[str, Any]] | None,
         tools: Sequence[Callable[..., Any]],
-        attempt: int,
     ) -> None:
-        self._view, self._rewards, self._watch, self._tools = view, rewards, watch, tools
-        rank, output_dir = view.accelerator.process_index, Path(view.args.output_dir)
-        self._agents_log = (
-            output_dir / LOGS_FOLDER / log_name("agents", node=topology.node, index=rank, attempt=attempt)
-        )
-        self._say = partial(_log.warning, "rank %d: %s", rank, extra=EVERY_RANK)
-        self._prepare = partial(use_device, view.accelerator.device)
+        self._view, self._run, self._rewards, self._func, self._tools = view, run, rewards, func, tools
         self._agent_template: MessageTemplate | None = None
         self._resetting = contextlib.ExitStack()
         self._ahead = EpisodesAhead(
-            view, upcoming, tools=tools, func=func, start=self._start, agent_batch=self.agent_batch
+            view, order, tools=tools, func=func, start=self._start, agent_batch=self.agent_batch
         )
-        self.rollouts = self._choose_rollouts(func)
-        """What makes several turns of a prompt, or calls a rollout function, or brings each completion to rewards that
-        wait for it; None where a rank's completions come all at once."""
 
-    def _choose_rollouts(self, func: Callable[..., dict[str, Any]] | None) -> Rollouts | None:
-        args, is_early = self._view.args, self._rewards.scoring.starts_early
+    @functools.cached_property
+    def rollouts(self) -> Rollouts | None:
+        """What makes several turns of a prompt, or calls a rollout function, or brings each completion to rewards that
+        wait for it; None where a rank's completions come all at once. Once TRL has made the trainer."""
+        func, args, is_early = self._func, self._view.args, self._rewards.scoring.starts_early
         comes_at_once = not is_early or args.generation_lookahead or args.balances_nodes
         if comes_at_once and not self._view.tools and func is None:
             return None
@@ -132,6 +124,12 @@ class Episodes:
             loop=self._view.async_loop,
             func=func if isinstance(func, AgentRollout) else None,
         )
+
+    def _say(self, line: str) -> None:
+        _log.warning("rank %d: %s", self._view.accelerator.process_index, line, extra=EVERY_RANK)
+
+    def _prepare(self) -> None:
+        use_device(self._view.accelerator.device)
 
     def _start(self, rows: Sequence[EpisodeRow], sampler: Sampler, tools: ToolRunner) -> Any:
         assert self.rollouts is not None, "they were planned"
@@ -167,7 +165,10 @@ class Episodes:
             prompts: of this rank's rows, as TRL gives them to the rollout function.
             rows, sampler: of another batch.
         """
-        view, args = self._view, self._view.args
+        view, args, watch = self._view, self._view.args, self._run.watch
+        if watch is None:
+            raise TypeError("grpo.agents asks the node's own engines: set vllm_mode to 'local'")
+        place, folder = self._run.groups.topology, Path(args.output_dir) / LOGS_FOLDER
         if self._agent_template is None:
             self._agent_template = MessageTemplate(view.processing_class, args.chat_template_kwargs or {})
         rows = self._rewards.inputs if rows is None else rows
@@ -182,9 +183,9 @@ class Episodes:
             max_at_once=args.max_agents_at_once,
             max_failed=args.max_failed_agents,
             host=args.agent_host,
-            log=self._agents_log,
-            covers=self._watch.covers,
-            uncovers=self._watch.uncovers,
+            log=folder / log_name("agents", node=place.node, index=place.rank, attempt=self._run.attempt),
+            covers=watch.covers,
+            uncovers=watch.uncovers,
             say=self._say,
             prepare=self._prepare,
             end_token=view.eos_token_ids[0],
@@ -194,7 +195,8 @@ class Episodes:
     def of_batch(self) -> Iterator[None]:
         """While a batch is made: `reset` has a deadline, and an environment of which a call still runs is not used
         again."""
-        if self._view.environment_factories is None:
+        watch = self._run.watch
+        if self._view.environment_factories is None or watch is None:
             yield
             return
         if self.rollouts is not None and self._view.mode == "train":
@@ -202,7 +204,7 @@ class Episodes:
         seconds = self._view.args.rollout_timeout
         cause = f"an environment's reset has not returned within {seconds:g} s (rollout_timeout)"
         with contextlib.ExitStack() as self._resetting:
-            self._resetting.enter_context(self._watch.limited("reset of environments", seconds, cause))
+            self._resetting.enter_context(watch.limited("reset of environments", seconds, cause))
             try:
                 yield
             finally:

@@ -10,9 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from grpo.faults.users_code import own_streams
@@ -23,17 +22,8 @@ from grpo.rollout.turns.episode import Episode
 from grpo.rollout.turns.rollouts import EpisodeRow, Planned
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.tools import Toolbox, ToolRunner
+from grpo.seam.ordering import PromptOrder
 from grpo.seam.view import TrainerView
-
-
-class UpcomingRows(Protocol):
-    """What is known of this rank's part of generation batches that follow; None where training ends before them."""
-
-    def rows_of_batch(self, number: int) -> list[dict[str, Any]] | None:
-        """Rows of the data set, copies included."""
-
-    def prompts_of_batch(self, number: int) -> list[list[int]] | None:
-        """Token ids of their prompts."""
 
 
 class EpisodesAhead:
@@ -49,14 +39,14 @@ class EpisodesAhead:
     def __init__(
         self,
         view: TrainerView,
-        upcoming: UpcomingRows,
+        order: PromptOrder,
         *,
         tools: Sequence[Callable[..., Any]],
         func: Callable[..., dict[str, Any]] | None,
         start: "Callable[[Sequence[EpisodeRow], Sampler, ToolRunner], Future[list[Talk]]]",
         agent_batch: Callable[[Sequence[Any], Sequence[Any], Sampler], AgentBatch],
     ) -> None:
-        self._view, self._upcoming, self._tools, self._func = view, upcoming, tools, func
+        self._view, self._order, self._tools, self._func = view, order, tools, func
         self._start, self._agent_batch = start, agent_batch
         self._lent: dict[int, list[tuple[Any, Any]]] = {}
         """By the number of the batch: name and environment of each row."""
@@ -64,11 +54,11 @@ class EpisodesAhead:
     def planned(self, number: int) -> Planned | None:
         """Those of the generation batch with this number; None when training ends before it."""
         if self._func is None and self._view.environment_factories is None:
-            if (prompts := self._upcoming.prompts_of_batch(number)) is None:
+            if (prompts := self._order.prompts_of_batch(number)) is None:
                 return None
             box = toolbox(self._tools)
             return self._of_episodes([EpisodeRow.of(ids, box, self._tools) for ids in prompts], lambda: prompts)
-        if (rows := self._upcoming.rows_of_batch(number)) is None:
+        if (rows := self._order.rows_of_batch(number)) is None:
             return None
         if self._func is not None:
             return self._of_function(self._func, rows)
@@ -140,7 +130,7 @@ class EpisodesAhead:
         """As TRL's `_tokenize_prompts` has them (1.16), of one row and in another thread."""
         processing = self._view.processing_class
         tokenized = processing.apply_chat_template(
-            conversation=[prepare_multimodal_messages(prompt) if isinstance(processing, ProcessorMixin) else prompt],
+            conversation=[prepare_multimodal_messages(prompt) if self._view.has_processor else prompt],
             tools=tools or None,
             chat_template=self._view.chat_template,
             add_generation_prompt=True,

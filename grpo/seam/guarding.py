@@ -1,7 +1,7 @@
 """Log-probabilities of engines, held to those of the trainer, batch by batch."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +9,11 @@ import torch
 
 from grpo.config.models import samples_as_scored
 from grpo.faults.failure import FailureKind, FailureRecord, StepFailed
-from grpo.faults.watch import FailureWatch
-from grpo.groups.node_groups import NodeGroups
 from grpo.place.wire import Wire
 from grpo.record.metrics import models_tokens
 from grpo.rollout.facts import sampled_by
+from grpo.seam.observing import BatchRecords
+from grpo.seam.run import JobRun
 from grpo.seam.view import Batch, TrainerView
 from grpo.weights.guard import IN_A_ROW, Drift, LogprobGuard, gaps_by_node
 
@@ -37,20 +37,10 @@ class BatchGuard:
     It computes nothing for that: with TRL's correction, and where a batch serves several optimizer steps, TRL scores
     the batch before it is trained on (1.16); else the forward passes of training do, before the weights change. Rows
     that older weights have sampled do not count: with `generation_lookahead`, all.
-
-    Args:
-        note_nodes: takes a figure of each node.
     """
 
-    def __init__(
-        self,
-        view: TrainerView,
-        watch: FailureWatch,
-        groups: NodeGroups,
-        note_nodes: Callable[[Mapping[str, list[float]]], None],
-    ) -> None:
-        self._view, self._watch, self._groups, self._note_nodes = view, watch, groups, note_nodes
-        self._topology = groups.topology
+    def __init__(self, view: TrainerView, run: JobRun, records: BatchRecords) -> None:
+        self._view, self._run, self._records = view, run, records
         self._guard = LogprobGuard()  # of no trainer: the first weight sync is a full one
         self._full_syncs = 0
         """Of the engines, when the guard last took new references."""
@@ -82,7 +72,7 @@ class BatchGuard:
         is_counted = batch[_ORIGIN] >= 0
         sums = self._gap_sums
         if sums is None:
-            sums = torch.zeros(self._topology.num_nodes, 2, dtype=torch.float64, device=own.device)
+            sums = torch.zeros(self._run.groups.topology.num_nodes, 2, dtype=torch.float64, device=own.device)
         self._gap_sums = sums.index_add(0, batch[_ORIGIN][is_counted], of_rows[is_counted])
 
     def after_step(self) -> None:
@@ -93,8 +83,10 @@ class BatchGuard:
 
     def _judge(self, sums: dict[int, tuple[float, int]]) -> None:
         """Raises StepFailed, on every rank, where a node is beyond the limit that the user has set."""
-        mine = _RankGap(node=self._topology.node, host=self._watch.host, sums=sums)
-        ranks: list[_RankGap] = self._groups.exchange(self._watch, None, mine, _RankGap)
+        groups, watch = self._run.groups, self._run.watch
+        assert watch is not None, "engines have sampled"
+        mine = _RankGap(node=groups.topology.node, host=watch.host, sums=sums)
+        ranks: list[_RankGap] = groups.exchange(watch, None, mine, _RankGap)
         gaps = gaps_by_node(each.sums for each in ranks)
         if not gaps:
             return
@@ -114,8 +106,8 @@ class BatchGuard:
         name, values = "sampling/logprob_gap", [*gaps.values()]
         mean = sum(values) / len(values)
         self._view.note_metrics({name: mean, f"{name}_min": min(values), f"{name}_max": max(values)})
-        if len(gaps) == self._topology.num_nodes:
-            self._note_nodes({name: values})
+        if len(gaps) == self._run.groups.topology.num_nodes:
+            self._records.note_nodes({name: values})
 
     def _check_limit(self, gaps: Mapping[int, float], hosts: Mapping[int, str]) -> None:
         args, node = self._view.args, max(gaps, key=lambda node: gaps[node])
@@ -130,7 +122,7 @@ class BatchGuard:
         raise StepFailed(
             FailureRecord(
                 node=node,
-                rank=self._topology.nodes()[node][0],
+                rank=self._run.groups.topology.nodes()[node][0],
                 host=hosts[node],
                 phase="train",
                 cause=cause,

@@ -1,5 +1,6 @@
 """What a trainer lets others see of itself: when it does what, which node is slow, how long completions are."""
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -7,53 +8,57 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo.config.options import profiled_ranks, profiled_steps
 from grpo.place.log import EVERY_RANK
+from grpo.place.patches.trl import SAMPLE_PRINTER
 from grpo.place.topology import NodeTopology
-from grpo.record.completions import CompletionSamples, Row, evaluation_prefix, sampled_rows
+from grpo.record.completions import (
+    CompletionSamples,
+    Row,
+    evaluation_prefix,
+    plain_tool_calls,
+    print_printable,
+    sampled_rows,
+)
 from grpo.record.files import COMPLETIONS_FOLDER
 from grpo.record.folder import RunFolder
+from grpo.record.metrics import clipped_share, completion_lengths
 from grpo.record.profiling import ProfileSteps
+from grpo.record.progress import ProgressOnScreen
 from grpo.record.timeline.phases import Phases
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import BACKWARD, FORWARD, OLD_LOGPROBS, OPTIMIZER, REFERENCE_LOGPROBS, SAVE
 from grpo.record.timeline.usage import UsageSampler
-from grpo.seam.engines import LocalEngines
-from grpo.seam.resuming import ResumableTrainer
+from grpo.seam.run import JobRun
+from grpo.seam.view import Batch, TrainerView
+
+MEASURED_STEPS = 20  # of which the median is what a step takes
 
 _log = logging.getLogger(__name__)
 
 
-class ObservedTrainer(ResumableTrainer):
-    """A resumable trainer with a timeline; until `observe` is called, one that records nothing."""
+class Timing:
+    """When a trainer does what; until `start` is called, a timeline that records nothing."""
 
-    timeline = Recorder()
-    by_node: Mapping[str, list[float]] = {}
-    """Figures of each node, newest generation batch, in the order of the nodes."""
-    _phases = Phases(timeline, on_gpu=False)
-    _was_slowest: Sequence[int] = ()
-    """The slowest node of each batch since the last log."""
-    _has_new_completions = False
-    _num_prompts = 0
-    """Of a log: those of which every completion is kept."""
-    _samples: CompletionSamples | None = None
-    _evaluated: Sequence[Row] = ()
-    """Completions of the evaluation that runs, of `_num_prompts` prompts at most."""
-    _stop_recording: Callable[[], object] | None = None
-    """Where there is a timeline; a second call does nothing."""
+    def __init__(self, view: TrainerView, run: JobRun) -> None:
+        self._view, self._run = view, run
+        self.timeline = Recorder()
+        self._phases = Phases(self.timeline, on_gpu=False)
+        self._step_ends: deque[float] = deque(maxlen=MEASURED_STEPS)
+        """Of the last steps, by `time.monotonic`."""
+        self._stop_recording: Callable[[], object] = lambda: None
+        """A second call does nothing."""
 
-    def observe(
+    def start(
         self,
         timeline: Recorder,
         topology: NodeTopology,
@@ -67,18 +72,17 @@ class ObservedTrainer(ResumableTrainer):
             engines: the present ones: each has a `pid`. Holds none of them: a thread asks it, which must not keep a
                 trainer alive.
         """
-        args: Any = self.args
+        args = self._view.args
         self.timeline = timeline
         self._phases = Phases(timeline, on_gpu=args.device.type == "cuda")
         if timeline.is_on:
-            self.add_callback(_Measures(self))
 
             def processes() -> dict[str, int]:
                 ranks = {f"rank {rank}": pid for rank, pid in rank_pids.items()}
                 return ranks | {f"engine {index}": engine.pid for index, engine in enumerate(engines())}
 
             usage = UsageSampler(
-                attempt=self.attempt,
+                attempt=self._run.attempt,
                 devices=topology.devices,
                 processes=processes,
                 put=timeline.put,
@@ -89,116 +93,145 @@ class ObservedTrainer(ResumableTrainer):
             )
             self._stop_recording = weakref.finalize(self, _close, usage, timeline)  # of a trainer that nobody closes
         if args.profile_steps and args.process_index in profiled_ranks(args.profile_ranks, args.world_size):
-            self.add_callback(
-                ProfileSteps(profiled_steps(args.profile_steps), args.process_index, self._metrics["train"])
+            steps = profiled_steps(args.profile_steps)
+            self._view.callback_handler.add_callback(
+                ProfileSteps(steps, args.process_index, self._view.figures["train"])
             )
-        self._num_prompts = args.log_completions_prompts
-        self._facts: deque[list[int] | None] = deque(maxlen=args.generation_batch_size)  # as TRL's `_logs`
-        self._samples = CompletionSamples(Path(args.output_dir) / COMPLETIONS_FOLDER)
 
-    def beside_metrics(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a line of `metrics.jsonl` begins with and ends with."""
-        return {"attempt": self.attempt}, {"by_node": self.by_node} if self.by_node else {}
-
-    # -- what takes time ------------------------------------------------------------------------------------------
-
-    def measure_updates(self) -> None:
-        """Once the model is wrapped: measure its backward passes and the optimizer's steps."""
-        wrapped = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
-        backward, step = (self.accelerator, self.optimizer) if wrapped is None else (wrapped.engine, wrapped.engine)
+    def begins(self) -> None:
+        """The model is wrapped: measure its backward passes and the optimizer's steps."""
+        self._step_ends.clear()
+        if not self.timeline.is_on:
+            return
+        self.timeline.step = self._view.state.global_step
+        wrapped = getattr(self._view.accelerator, "deepspeed_engine_wrapped", None)
+        accelerator, optimizer = self._view.accelerator, self._view.optimizer
+        backward, step = (accelerator, optimizer) if wrapped is None else (wrapped.engine, wrapped.engine)
         for owner, name, phase in ((backward, "backward", BACKWARD), (step, "step", OPTIMIZER)):
             if owner is not None and not hasattr(getattr(owner, name), "is_measured"):
                 setattr(owner, name, _measured(getattr(owner, name), self._phases, phase))
 
-    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._failure_watch is not None:
-            self._failure_watch.note_progress()
-        if not self.model.training:
-            return super().compute_loss(model, *args, **kwargs)
-        with self._phases.measured(FORWARD):
-            return super().compute_loss(model, *args, **kwargs)
+    def forward(self) -> contextlib.AbstractContextManager[None]:
+        """While the loss of a micro-batch is computed."""
+        if self._run.watch is not None:
+            self._run.watch.note_progress()
+        return self._phases.measured(FORWARD) if self._view.mode == "train" else contextlib.nullcontext()
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def scoring(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """While this model computes log-probabilities."""
         if torch.is_grad_enabled():  # in the forward pass of training
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        is_reference = model is self.ref_model or (is_peft_model(self.model) and _is_off(self.model))
-        with self._phases.measured(REFERENCE_LOGPROBS if is_reference else OLD_LOGPROBS):
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            return contextlib.nullcontext()
+        own = self._view.model
+        is_reference = model is self._view.ref_model or (is_peft_model(own) and _is_off(own))
+        return self._phases.measured(REFERENCE_LOGPROBS if is_reference else OLD_LOGPROBS)
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self.timeline.span(SAVE), self._during("save"):
-            super()._save_checkpoint(*args, **kwargs)
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """While a checkpoint is written."""
+        with self.timeline.span(SAVE), self._run.during("save"):
+            yield
 
-    def after_step(self, control: TrainerControl) -> None:
-        self.timeline.step = self.state.global_step
+    def after_step(self) -> None:
+        self.timeline.step = self._view.state.global_step
         self._phases.settle()
-        if self._failure_watch is not None:
-            self._failure_watch.note_progress()
+        if self._run.watch is not None:
+            self._run.watch.note_progress()
             self._step_ends.append(time.monotonic())
             if len(self._step_ends) > 1:
                 steps = [later - earlier for earlier, later in itertools.pairwise(self._step_ends)]
-                self._failure_watch.note_step(statistics.median(steps))
-        super().after_step(control)
+                self._run.watch.note_step(statistics.median(steps))
 
-    # -- what a batch cost --------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        self._stop_recording()
 
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
 
-    def note_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Figures that TRL logs with its own, as their mean since the last log."""
-        for name, value in metrics.items():
-            self._metrics[self._mode][name].append(value)
+class BatchRecords:
+    """What is logged and kept of each batch: figures of nodes, and what was said.
 
-    def note_sampling(self, engines: LocalEngines) -> None:
-        """Figures of the batch that has just come from them."""
-        self.note_metrics(engines.metrics(self._mode))
-        self._metrics[self._mode]["engine/policy_version"] = [engines.policy_version]
-        self.note_nodes(engines.by_node(), self._mode)
+    Until `start` is called, no completions.
+    """
+
+    def __init__(self, view: TrainerView, run: JobRun, screen: ProgressOnScreen) -> None:
+        self._view, self._run, self._screen = view, run, screen
+        self.by_node: Mapping[str, list[float]] = {}
+        """Figures of each node, newest generation batch, in the order of the nodes."""
+        self._was_slowest: Sequence[int] = ()
+        """The slowest node of each batch since the last log."""
+        self._has_new_completions = False
+        self._num_prompts = 0
+        """Of a log: those of which every completion is kept."""
+        self._samples: CompletionSamples | None = None
+        self._facts: deque[list[int] | None] = deque()
+        self._evaluated: Sequence[Row] = ()
+        """Completions of the evaluation that runs, of `_num_prompts` prompts at most."""
+
+    def start(self) -> None:
+        args = self._view.args
+        self._num_prompts = args.log_completions_prompts
+        self._facts = deque(maxlen=args.generation_batch_size)  # as TRL's table
+        self._samples = CompletionSamples(Path(args.output_dir) / COMPLETIONS_FOLDER)
+
+    def beside_metrics(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a line of `metrics.jsonl` begins with and ends with."""
+        return {"attempt": self._run.attempt}, {"by_node": self.by_node} if self.by_node else {}
 
     # -- which node is slow ---------------------------------------------------------------------------------------
 
-    def note_nodes(self, by_node: Mapping[str, list[float]], mode: str) -> None:
-        """Figures of each node, of a batch that has just come. The slowest node counts until the next log."""
-        self.by_node = by_node
-        seconds = by_node.get("rollout/generate_s", [])
+    def note_sampling(self) -> None:
+        """Figures of the batch that has just come from the engines. The slowest node counts until the next log."""
+        view, mode = self._view, self._view.mode
+        view.note_metrics(view.engines.metrics(mode))
+        view.note_newest("engine/policy_version", view.engines.policy_version, mode)
+        self.by_node = view.engines.by_node()
+        seconds = self.by_node.get("rollout/generate_s", [])
         if mode == "train" and len(seconds) > 1:
             self._was_slowest = [*self._was_slowest, seconds.index(max(seconds))]
-            node = statistics.mode(self._was_slowest)
-            self._metrics[mode]["rollout/slowest_node"] = [float(node)]
+            view.note_newest("rollout/slowest_node", float(statistics.mode(self._was_slowest)))
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        super().log(logs, *args, **kwargs)
-        self._was_slowest = ()
-        if self._has_new_completions and self.model.training and self.is_world_process_zero():
-            self._has_new_completions = False
-            self._write_completions()
+    def note_nodes(self, figures: Mapping[str, list[float]]) -> None:
+        """More figures of each node, of the same batch."""
+        self.by_node = {**self.by_node, **figures}
 
     # -- what was said --------------------------------------------------------------------------------------------
 
-    def note_completions(self, facts: np.ndarray, mode: str) -> None:
-        """Of this rank's rows that TRL has just put into its `_logs`: `completions.FACTS`. Collective."""
+    def note_batch(self, scored: Batch) -> None:
+        """What was sampled and scored. Collective."""
+        view, accelerator = self._view, self._view.accelerator
+        if "importance_sampling_ratio" in scored:
+            view.note_metrics(clipped_share(scored, view.args, accelerator))
+        view.note_metrics(completion_lengths(scored, accelerator))
         if not self._num_prompts:
             return
-        rows = self.accelerator.gather(torch.from_numpy(facts).to(self.args.device)).tolist()
-        if is_training := mode == "train":
+        facts = view.engines.facts({*view.eos_token_ids, view.tokenizer.pad_token_id})  # ends as TRL has them (1.16)
+        rows = accelerator.gather(torch.from_numpy(facts).to(self._view.args.device)).tolist()
+        if is_training := self._view.mode == "train":
             self._facts.extend(rows)
         else:
             self._facts.extend([None] * len(rows))
             known = len({row["prompt_id"] for row in self._evaluated})
-            if known < self._num_prompts and self.is_world_process_zero():
+            if known < self._num_prompts and accelerator.is_main_process:
                 kept = rows[-len(self._facts) :]
                 others = [None] * (len(self._facts) - len(kept))
                 self._evaluated = [*self._evaluated, *self._sampled([*others, *kept], self._num_prompts - known)]
         self._has_new_completions = is_training
 
     def _sampled(self, facts: Collection[list[int] | None], num_prompts: int) -> list[Row]:
-        weights = self.reward_weights.tolist()
-        return sampled_rows(self._logs, facts, num_prompts=num_prompts, reward_weights=weights)
+        weights = self._view.reward_weights.tolist()
+        return sampled_rows(self._view.said, facts, num_prompts=num_prompts, reward_weights=weights)
 
-    def _write_completions(self) -> None:
-        self._write(self._sampled(self._facts, self._num_prompts))
+    @contextlib.contextmanager
+    def logging(self) -> Iterator[None]:
+        """While TRL logs, and prints a table of completions and writes one; then what was said by then is written."""
+        with contextlib.ExitStack() as stack:
+            if self._view.args.log_completions:
+                stack.enter_context(self._screen.aside())
+                stack.enter_context(plain_tool_calls(self._view.said))
+                stack.enter_context(SAMPLE_PRINTER.applied(print_printable))
+            yield
+        self._was_slowest = ()
+        if self._has_new_completions and self._view.mode == "train" and self._view.accelerator.is_main_process:
+            self._has_new_completions = False
+            self._write(self._sampled(self._facts, self._num_prompts))
 
     def write_evaluated(self, of_set: str | None) -> None:
         """What was said in the evaluation that ends now, of a set with this name if there are several."""
@@ -206,38 +239,18 @@ class ObservedTrainer(ResumableTrainer):
         self._write(rows, prefix=evaluation_prefix(of_set))
 
     def _write(self, rows: Sequence[Row], *, prefix: str = "") -> None:
-        if self._samples is not None and self.is_world_process_zero():
-            self._samples.write(self.state.global_step, self.attempt, time.time(), rows, prefix=prefix)
+        if self._samples is not None and self._view.accelerator.is_main_process:
+            self._samples.write(self._view.state.global_step, self._run.attempt, time.time(), rows, prefix=prefix)
 
-    def _clear_away(self, run: RunFolder, first_step: int) -> None:
-        super()._clear_away(run, first_step)
+    def cut(self, folder: RunFolder, first_step: int) -> None:
+        """Forget what was said after this step. On rank 0."""
         if self._samples is not None:
-            self._samples.cut(first_step, run.previous_attempt)
-
-    # -- end ------------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        if self._stop_recording is not None:
-            self._stop_recording()
-        super().close()
+            self._samples.cut(first_step, folder.previous_attempt)
 
 
 def _close(sampler: UsageSampler, timeline: Recorder) -> None:
     sampler.close()
     timeline.close()
-
-
-class _Measures(TrainerCallback):
-    """Tells the trainer when its model is wrapped."""
-
-    def __init__(self, trainer: ObservedTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._trainer.timeline.step = state.global_step
-        self._trainer.measure_updates()
 
 
 def _is_off(model: PeftModel) -> bool:

@@ -74,8 +74,11 @@ class OldLogprobs:
         for batch in batches:
             batch["num_items_in_batch"] = total
 
-    def take_resumed(self, batches: Sequence[Batch]) -> None:
+    def take_resumed(self) -> None:
         """Fit a batch that was in use when it was saved to what the loss takes, where that has changed. Collective."""
+        batches = self._view.batch_in_use
+        if not batches or not self._view.args.local_mode:
+            return
         if self.clips_on_engines:
             self._take_engines(batches)
         elif self._view.args.vllm_importance_sampling_correction and any(_RATIO not in batch for batch in batches):

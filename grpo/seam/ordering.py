@@ -1,105 +1,135 @@
-"""Between TRL's trainer and ours: the order of prompts, which can be read ahead, and again after a resume.
+"""The order of prompts, which can be read ahead, and again after a resume.
 
 What TRL 1.16 and transformers 5.17 leave open here: `RepeatSampler` has one running generator and no epochs, a
 subclass's own sampler is drawn from as training goes on, and a stream is resumed in its first pass.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from grpo.checkpoints.prompt_order import DrawnSampler, GenerationSampler, prompts_of_batch, rows_of_batch
-from grpo.seam.saving import SavingTrainer
+from grpo.seam.view import TrainerView
 
 
-class OrderedTrainer(SavingTrainer):
-    """A trainer whose prompts come in an order that follows from seed, epoch and position."""
+class PromptOrder:
+    """Prompts in an order that follows from seed, epoch and position; and the position.
 
-    prompt_order: Callable[[int], Sequence[int]] | None = None
-    """The rows of an epoch in the order in which they come, by its number; see `GenerationSampler`."""
+    Args:
+        order: the rows of an epoch in the order in which they come, by its number; see `GenerationSampler`.
+    """
+
+    def __init__(self, view: TrainerView, order: Callable[[int], Sequence[int]] | None) -> None:
+        self._view, self._order = view, order
+        self.sampler: GenerationSampler | None = None
+        """Of training; None for a stream."""
+        self.stream_pass = (0, 0)
+        """How often a stream was read to its end, and the number of the first micro-batch since."""
+        self._step_began_at = 0
+        """The number of the first micro-batch of this optimizer step."""
+
+    # -- the position -------------------------------------------------------------------------------------------------
+
+    def go_to(self, micro_batch: int, stream_pass: tuple[int, int]) -> None:
+        self._view.micro_batches = self._step_began_at = micro_batch
+        self.stream_pass = stream_pass
+
+    def end_step(self) -> tuple[int, int]:
+        """Micro-batches that were trained on when the optimizer step began, and now that it ends."""
+        before, self._step_began_at = self._step_began_at, self._view.micro_batches
+        return before, self._step_began_at
+
+    def back_to_step(self) -> None:
+        """To where the last optimizer step has ended."""
+        self._view.micro_batches = self._step_began_at
+
+    @property
+    def num_batches(self) -> int:
+        """Generation batches that training has begun."""
+        return -(-self._view.micro_batches // self._view.steps_per_batch)
+
+    # -- batches that follow ------------------------------------------------------------------------------------------
 
     def _comes(self, number: int) -> bool:
         """Whether training does not end before the generation batch with this number."""
-        micro_batches_left = (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
-        micro_batches_left -= self._step - self._step_began_at
-        return number * self._steps_per_batch < self._step + micro_batches_left
+        view = self._view
+        left = (view.state.max_steps - view.state.global_step) * view.args.gradient_accumulation_steps
+        left -= view.micro_batches - self._step_began_at
+        return number * view.steps_per_batch < view.micro_batches + left
 
     @property
     def _place(self) -> dict[str, int]:
         """This rank among those that a generation batch is dealt out to."""
-        return {"rank": self.accelerator.process_index, "world_size": self.accelerator.num_processes}
+        accelerator = self._view.accelerator
+        return {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
 
     def rows_of_batch(self, number: int) -> list[dict[str, Any]] | None:
         """This rank's rows of a generation batch that follows, copies included; None when training ends before it."""
         if not self._comes(number):
             return None
-        assert self._sampler is not None, "lookahead in a stream is refused"
-        return [self.train_dataset[row] for row in rows_of_batch(number, self._sampler, **self._place)]
+        assert self.sampler is not None, "lookahead in a stream is refused"
+        return [self._view.train_dataset[row] for row in rows_of_batch(number, self.sampler, **self._place)]
 
     def prompts_of_batch(self, number: int) -> list[list[int]] | None:
         """Token ids of their prompts."""
         if not self._comes(number):
             return None
-        assert self._sampler is not None, "lookahead in a stream is refused"
-        return prompts_of_batch(
-            number,
-            self._sampler,
-            self.train_dataset,
-            tokenize=lambda prompts: self._tokenize_prompts(prompts)[0],
-            **self._place,
-        )
+        assert self.sampler is not None, "lookahead in a stream is refused"
+        rows, tokenize = self._view.train_dataset, self._view.tokenize
+        return prompts_of_batch(number, self.sampler, rows, tokenize=tokenize, **self._place)
+
+    # -- samplers -----------------------------------------------------------------------------------------------------
 
     @property
     def _batch_layout(self) -> dict[str, int]:
         """What samplers have to know."""
+        args = self._view.args
         return {
-            "prompts_per_batch": self.args.generation_batch_size // self.num_generations,
-            "num_generations": self.num_generations,
-            "repeats": self._steps_per_batch,
-            "seed": self.args.seed,
+            "prompts_per_batch": args.generation_batch_size // args.num_generations,
+            "num_generations": args.num_generations,
+            "repeats": self._view.steps_per_batch,
+            "seed": args.seed,
         }
 
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        rows = self.train_dataset if dataset is None else dataset
-        self._sampler = GenerationSampler(
+    def sampler_of(self, rows: Any) -> GenerationSampler:
+        """In the place of TRL's."""
+        args = self._view.args
+        self.sampler = GenerationSampler(
             rows,
-            shuffle=self.shuffle_dataset,
-            spare_groups=getattr(self.args, "spare_groups", 0),
-            order=self.prompt_order,
+            shuffle=args.shuffle_dataset,
+            spare_groups=args.spare_groups,
+            order=self._order,
             **self._batch_layout,
         )
-        return self._sampler
+        return self.sampler
 
-    def _get_dataloader(self, *args: Any, sampler_fn: Any = None, is_training: bool = False, **kwargs: Any) -> Any:
-        """transformers'. What a subclass's `_get_train_sampler` returns can be read ahead, and again after a resume."""
-        known = partial(self._known_order, sampler_fn) if is_training else sampler_fn
-        return super()._get_dataloader(*args, sampler_fn=known, is_training=is_training, **kwargs)
-
-    def _known_order(self, sampler_fn: Callable[[Any], Any], dataset: Any) -> GenerationSampler:
-        self._sampler = None
+    def known(self, sampler_fn: Callable[[Any], Any], dataset: Any) -> GenerationSampler:
+        """One that can be read ahead, and again after a resume, by whatever sampler a subclass's `_get_train_sampler`
+        returns."""
+        self.sampler = None
         sampler = sampler_fn(dataset)
         if not isinstance(sampler, GenerationSampler):
-            if getattr(self.args, "spare_groups", 0):
+            if spares := self._view.args.spare_groups:
                 raise ValueError(
-                    f"spare_groups is {self.args.spare_groups} with a sampler of _get_train_sampler, which gives no "
-                    "spare prompts: set it to 0, or give the order as prompt_order"
+                    f"spare_groups is {spares} with a sampler of _get_train_sampler, which gives no spare prompts: set "
+                    "it to 0, or give the order as prompt_order"
                 )
-            sampler = DrawnSampler(sampler, inside=self._sampler, **self._batch_layout)
-        self._sampler = sampler
+            sampler = DrawnSampler(sampler, inside=self.sampler, **self._batch_layout)
+        self.sampler = sampler
         return sampler
 
-    def _run_epoch(self, **kwargs: Any) -> None:
-        if self.state.global_step >= self.state.max_steps:  # transformers looks only after one more step (5.17)
-            self.control.should_training_stop = True
+    def run_epoch(self, run: Callable[..., None], *, epoch: int, **more: Any) -> None:
+        """Take an epoch's steps by transformers' `_run_epoch`."""
+        if self._view.state.global_step >= self._view.state.max_steps:  # it looks only after one more step (5.17)
+            self._view.control.should_training_stop = True
             return
         # accelerate's `set_epoch` does not reach a sampler behind skipped batches (1.15)
-        passes, began = self._stream_pass
-        if self._sampler is not None:
-            self._sampler.set_epoch(kwargs["epoch"])
-        elif kwargs["epoch"] < passes:  # over a stream; transformers resumes in the first, however short it is (5.17)
+        passes, began = self.stream_pass
+        if self.sampler is not None:
+            self.sampler.set_epoch(epoch)
+        elif epoch < passes:  # over a stream; transformers resumes in the first, however short it is (5.17)
             return
-        elif kwargs["epoch"] == passes:
-            kwargs |= {"epochs_trained": passes, "steps_trained_in_current_epoch": self._step - began}
+        elif epoch == passes:
+            more |= {"epochs_trained": passes, "steps_trained_in_current_epoch": self._view.micro_batches - began}
         else:
-            self._stream_pass = kwargs["epoch"], self._step
-        super()._run_epoch(**kwargs)
+            self.stream_pass = epoch, self._view.micro_batches
+        run(epoch=epoch, **more)

@@ -1,10 +1,12 @@
-"""Between TRL's trainer and ours: prompts with images.
+"""Prompts with images.
 
 What TRL 1.16 leaves open here: an engine expands images by itself, so it is to get one placeholder for each; a rank's
 batch may have rows without any, or no image at all, and still every rank has to go through the same collectives.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,39 +20,42 @@ from grpo.model.pictures import images_of, in_rgb, with_list_of_images
 from grpo.model.text_part import count_towers, freeze_towers, tower_paths, what_is_trained
 from grpo.preflight.images import takes_images
 from grpo.preflight.processor import Processor, load_processor, processor_of
-from grpo.seam.trimming import TrimmingTrainer, used_columns
+from grpo.seam.trimming import Score, Trimming, used_columns
+from grpo.seam.view import TrainerView
 
 _OPTIONS = ("compute_entropy", "compute_aux_loss")
 _OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 
 
-class PicturedTrainer(TrimmingTrainer):
-    """A trainer whose prompts may come with images; until `find_pictures` is called, one of text."""
+class Pictures:
+    """Prompts with images; until `find` is called, of text alone."""
 
-    log_multimodal: bool
-    _takes_images = False
-    """Whether its prompts come with images."""
-    _processor: Processor | None = None
-    """Of a multimodal model, of which the text part is trained alone: its files are saved beside the tokenizer's."""
-    _stand_in: Mapping[str, torch.Tensor] | None = None
-    """A prompt with an image, [1, L] and what the processor makes of the image: computed beside rows without any."""
-    _images: Sequence[Sequence[Any]] = ()
-    """Of each of this rank's prompts that were tokenized last."""
-    _engine_ids: Sequence[Sequence[int]] = ()
-    """Of the same: token ids with one placeholder for each image."""
+    def __init__(self, view: TrainerView, trimming: Trimming) -> None:
+        self._view, self._trimming = view, trimming
+        self.are_taken = False
+        """Whether prompts come with images."""
+        self.processor: Processor | None = None
+        """Of a multimodal model, of which the text part is trained alone: its files are saved beside the
+        tokenizer's."""
+        self._stand_in: Mapping[str, torch.Tensor] | None = None
+        """A prompt with an image, [1, L] and what the processor makes of the image: computed beside rows without."""
+        self._images: Sequence[Sequence[Any]] = ()
+        """Of each of this rank's prompts that were tokenized last."""
+        self.engine_ids: Sequence[Sequence[int]] = ()
+        """Of the same: token ids with one placeholder for each image."""
 
-    def choose_processor(self, inherited: dict[str, Any]) -> None:
+    def choose_processor(self, arguments: dict[str, Any]) -> None:
         """Put the processor, or of text alone its tokenizer, into the trainer's arguments; of a text model nothing.
 
         Raises:
             ValueError: there is none to be had, or what was given does not go with images.
         """
-        self._takes_images = takes_images(inherited)
-        if self._takes_images:
-            given = inherited["processing_class"]
-            inherited["processing_class"] = given or load_processor(base_of(inherited["model"]), inherited["args"])
-        elif (processor := processor_of(inherited)) is not None:  # TRL takes a tokenizer for the sign of a text model
-            inherited["processing_class"], self._processor = processor.tokenizer, processor
+        self.are_taken = takes_images(arguments)
+        if self.are_taken:
+            given = arguments["processing_class"]
+            arguments["processing_class"] = given or load_processor(base_of(arguments["model"]), arguments["args"])
+        elif (processor := processor_of(arguments)) is not None:  # TRL takes a tokenizer for the sign of a text model
+            arguments["processing_class"], self.processor = processor.tokenizer, processor
 
     def settle_towers(self, base: Any) -> str | None:
         """Train towers or not, as `GRPOConfig.freeze_towers` says; with text alone they are frozen.
@@ -58,48 +63,49 @@ class PicturedTrainer(TrimmingTrainer):
         Returns:
             One line for the screen; None of a text model.
         """
-        freezes = not self._takes_images or self.args.freeze_towers
+        freezes = not self.are_taken or self._view.args.freeze_towers
         num_elements = freeze_towers(base) if freezes else count_towers(base)
         if num_elements == 0:
             return None
-        takes_images = self._takes_images
-        return what_is_trained(
-            type(base).__name__, tower_paths(base), num_elements, takes_images=takes_images, freezes=freezes
-        )
+        name, paths = type(base).__name__, tower_paths(base)
+        return what_is_trained(name, paths, num_elements, takes_images=self.are_taken, freezes=freezes)
 
-    def find_pictures(self, text: Sequence[int]) -> PictureProbe | None:
+    def find(self, text: Sequence[int]) -> PictureProbe | None:
         """Where prompts come with images, a prompt for verifications; on every rank, after TRL's own `__init__`.
 
         Args:
             text: token ids of ordinary text.
         """
-        if not self._takes_images:
+        if not self.are_taken:
             return None
-        words = self._tokenizer.decode(text, skip_special_tokens=True)
-        probe = picture_probe(self.processing_class, words, **self.chat_template_kwargs)
-        self._stand_in = {name: self._prepare_input(tensor) for name, tensor in probe.stand_in.items()}
+        view = self._view
+        words = view.tokenizer.decode(text, skip_special_tokens=True)
+        probe = picture_probe(view.processing_class, words, **(view.args.chat_template_kwargs or {}))
+        self._stand_in = {name: view.to_device(tensor) for name, tensor in probe.stand_in.items()}
         return probe
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        if self._stand_in is not None and isinstance(generation_batch, list):
-            generation_batch = [with_list_of_images(row) for row in generation_batch]
-        return super()._prepare_inputs(generation_batch)
+    def listed(self, rows: Any) -> Any:
+        """A batch of the data set, each row with a list of images."""
+        if self._stand_in is None or not isinstance(rows, list):
+            return rows
+        return [with_list_of_images(row) for row in rows]
 
-    def _tokenize_prompts(self, prompts: list) -> Any:
-        """TRL's, with images in RGB, as engines get them; of a prompt without one an empty list in place of None, which
-        processors do not take."""
+    def tokenize(self, call: Callable[[list[Any]], Any], prompts: list[Any]) -> Any:
+        """TRL's `_tokenize_prompts`, with images in RGB, as engines get them; of a prompt without one an empty list in
+        place of None, which processors do not take."""
         if self._stand_in is None:
-            return self._without_images(super()._tokenize_prompts(prompts))
+            return self._without_images(call(prompts))
+        view = self._view
         prompts = [in_rgb(prepare_multimodal_messages(prompt)) for prompt in prompts]
-        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        prompt_ids, images, fields = call(prompts)
         self._images = [[]] * len(prompts) if images is None else [each or [] for each in images]
         if images is None:
             return prompt_ids, None, fields
-        template = {"chat_template": self.chat_template, **self.chat_template_kwargs}
-        of_engines = engine_ids(self.processing_class, rendered(self.processing_class, prompts, **template))
-        self._engine_ids = [
+        template = {"chat_template": view.chat_template, **(view.args.chat_template_kwargs or {})}
+        of_engines = engine_ids(view.processing_class, rendered(view.processing_class, prompts, **template))
+        self.engine_ids = [
             unexpanded if of_row else ids
             for ids, unexpanded, of_row in zip(prompt_ids, of_engines, self._images, strict=True)
         ]
@@ -107,35 +113,42 @@ class PicturedTrainer(TrimmingTrainer):
 
     def _without_images(self, tokenized: Any) -> Any:
         """Of text alone; `tokenized` as it is."""
-        if self.args.local_mode and tokenized[1] is not None:
+        if self._view.args.local_mode and tokenized[1] is not None:
             raise ValueError(
                 "a prompt has an image in its messages, but the first row has none, and so text alone is trained: "
                 "put a row with an image first, or give images in a column of their own"
             )
         return tokenized
 
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        """TRL's, which gathers images for its logs where a rank has some: some ranks may have none, and they are in the
-        prompts that it gathers besides."""
+    @contextlib.contextmanager
+    def of_batch(self, num_rows: int) -> Iterator[None]:
+        """While a batch is made: TRL gathers images for its logs where a rank has some; some ranks may have none, and
+        they are in the prompts that it gathers besides."""
         if self._stand_in is None:
-            return super()._generate_and_score_completions(inputs)
-        logs, self.log_multimodal = self.log_multimodal, False
+            yield
+            return
+        view = self._view
+        logs, view.logs_images = view.logs_images, False
         try:
-            scored = super()._generate_and_score_completions(inputs)
+            yield
         finally:
-            self.log_multimodal = logs
-        if logs and self.log_completions:
-            num_rows = len(inputs) * self.accelerator.num_processes
-            gathered = [*self._logs["prompt"]][-num_rows:]  # with their images
-            self._logs["images"].extend(images_of(prompt) for prompt in gathered)
-        for number, prompt in enumerate(self._logs["prompt"]):  # in parts, as those with images are, for TRL's tables
-            self._logs["prompt"][number] = prepare_multimodal_messages(prompt)
-        return scored
+            view.logs_images = logs
+        said = view.said
+        if logs and view.args.log_completions:
+            gathered = [*said["prompt"]][-num_rows * view.accelerator.num_processes :]  # with their images
+            said["images"].extend(images_of(prompt) for prompt in gathered)
+        for number, prompt in enumerate(said["prompt"]):  # in parts, as those with images are, for TRL's tables
+            said["prompt"][number] = prepare_multimodal_messages(prompt)
+
+    def save_processor(self, folder: Path) -> None:
+        if self._view.args.should_save and self.processor is not None:
+            self.processor.save(folder)
 
     # -- forward passes -------------------------------------------------------------------------------------------
 
-    def _get_per_token_logps_and_entropies(
+    def score(
         self,
+        call: Score,
         model: Any,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
@@ -143,11 +156,10 @@ class PicturedTrainer(TrimmingTrainer):
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's. Each forward pass has an image, so that all ranks gather the same weights, and towers have a gradient
-        on all; and it is as wide as its rows, where padding is trimmed."""
-        score = super()._get_per_token_logps_and_entropies
+        """TRL's log-probabilities and entropies. Each forward pass has an image, so that all ranks gather the same
+        weights, and towers have a gradient on all; and it is as wide as its rows, where padding is trimmed."""
         if self._stand_in is None:
-            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+            return self._trimming.score(call, model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         given = {name: value for name, value in kwargs.items() if value is not None}
         rows = split_pixel_values_by_grid({"input_ids": input_ids, "attention_mask": attention_mask, **given})
@@ -155,15 +167,16 @@ class PicturedTrainer(TrimmingTrainer):
         for start in range(0, len(input_ids), batch_size or len(input_ids)):
             chunk = {name: value[start : start + (batch_size or len(input_ids))] for name, value in rows.items()}
             num_rows, kept = len(chunk["input_ids"]), logits_to_keep
-            if self._trims:
-                columns, kept = used_columns(chunk["attention_mask"], logits_to_keep, self.pad_to_multiple_of)
+            if self._trimming.is_on:
+                multiple = self._view.args.pad_to_multiple_of
+                columns, kept = used_columns(chunk["attention_mask"], logits_to_keep, multiple)
                 of_tokens = ("input_ids", "attention_mask", *_OF_TOKENS)
                 chunk |= {name: chunk[name][:, columns] for name in of_tokens if name in chunk}
             if not any(chunk.get("num_images") or ()):
-                chunk = with_stand_in(chunk, self._stand_in, kept, self._tokenizer.pad_token_id)
+                chunk = with_stand_in(chunk, self._stand_in, kept, self._view.tokenizer.pad_token_id)
             fields = unsplit_pixel_values_by_grid(chunk)
             token_ids, mask = fields.pop("input_ids"), fields.pop("attention_mask")
-            *scored, aux_loss = score(model, token_ids, mask, kept, **options, **fields)
+            *scored, aux_loss = call(model, token_ids, mask, kept, **options, **fields)
             padding = (0, logits_to_keep - kept)
             filled = [None if each is None else pad(each[:num_rows], padding) for each in scored]
             found.append((*filled, aux_loss))

@@ -1,248 +1,144 @@
-"""Training that can be stopped and goes on exactly where it was: `ResumableTrainer` stands between TRL's and ours.
+"""Training that can be stopped and goes on exactly where it was.
 
 What TRL 1.16 and transformers 5.17 leave open here: a way to ask for a checkpoint and an end. Beside it
 stand the order of prompts (`ordering`), what is in a checkpoint (`saving`), and whether it is whole (`resuming`).
 """
 
 import contextlib
-import json
 import logging
-import os
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo.checkpoints.checkpoints import CompleteRecord, check_reshaped, newest_complete
-from grpo.checkpoints.deepspeed_settings import check_deepspeed
 from grpo.checkpoints.pickles import weights_only
 from grpo.checkpoints.rank_state import random_states, restore_random_states
 from grpo.checkpoints.resuming import CompleteCheckpoint, choose
 from grpo.checkpoints.rotation import KEPT_QUARANTINED, bound_quarantine, delete_partial, kept_limit, quarantine
-from grpo.faults.failure import FailureKind, FailureRecord, GenerationDropped, JobFailed, StepFailed
-from grpo.faults.kinds import ends_job, kind_of, note_first_step, text_of
-from grpo.faults.liveness import START_TIMEOUT_S
-from grpo.faults.signals import LEAD_VARIABLE, StopLead, StopRequest, StopSignals
-from grpo.faults.watch import FailureWatch
-from grpo.groups.node_groups import NodeGroups, as_one_node
-from grpo.place.launch import host_name, read_launch
+from grpo.faults.failure import GenerationDropped, StepFailed
+from grpo.faults.kinds import note_first_step
+from grpo.faults.signals import StopRequest
 from grpo.place.log import FILE_ONLY
-from grpo.place.patches.trl import SAMPLE_PRINTER
-from grpo.place.topology import NodeTopology
-from grpo.record.completions import plain_tool_calls, print_printable
-from grpo.record.files import STATE_FILE, note_failure, note_run
-from grpo.record.folder import RunFolder, record_early_failure
-from grpo.record.progress import ProgressOnScreen
-from grpo.record.provenance import arguments_of, changed_from_defaults, where_it_runs
+from grpo.record.folder import RunFolder
 from grpo.record.screen import what_came_of_it
 from grpo.record.trackers import naming_run, open_tensorboard
-from grpo.seam.ordering import OrderedTrainer
-from grpo.seam.saving import sampling_of
-
-KEPT_RESTARTS = 20
-MEASURED_STEPS = 20  # of which the median is what a step takes
+from grpo.seam.ordering import PromptOrder
+from grpo.seam.run import JobRun, say
+from grpo.seam.saving import Saving, sampling_of
+from grpo.seam.view import TrainerView
 
 _log = logging.getLogger(__name__)
 
 
-class ResumableTrainer(OrderedTrainer):
-    """TRL's trainer with complete checkpoints, an exact resume, and an end on request.
+class Resuming:
+    """Begins training where a checkpoint has left it, and ends it where somebody asks.
 
-    `train` ends the process with exit code 0 when it was asked to stop, so that no script goes on to save a
-    half-trained model. Every rank of the job makes one at the same time, and calls `open_run` before `train`.
+    Args:
+        cut: on rank 0: cuts what a part of the trainer has written to the steps before the one from which training
+            goes on.
     """
 
-    _signals: StopSignals
-    _sound: CompleteCheckpoint | None = None
-    """The one whose files the ranks have read last."""
-    _step_ends: deque[float]
-    """Of the last steps, by `time.monotonic`."""
-    _resumes_by_itself = False
-    """Whether it goes on from the newest checkpoint, and nobody has named one."""
-    first_step = 0
-    """Optimizer steps that earlier attempts have done."""
-    _loading: contextlib.ExitStack
-    """Open while a checkpoint is read: every `torch.load` has the allow-list, DeepSpeed's too."""
-
-    def __init__(self, *args: Any, callbacks: list | None = None, **kwargs: Any) -> None:
-        self._screen = ProgressOnScreen()
-        super().__init__(*args, callbacks=[*(callbacks or []), self._screen], **kwargs)
-        self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
-
-    # -- the run folder -------------------------------------------------------------------------------------------
-
-    def open_run(
+    def __init__(
         self,
-        args: TrainingArguments,
-        signals: StopSignals,
-        watch: FailureWatch | None = None,
-        *,
-        topology: NodeTopology | None = None,
-        max_wait_s: float = 0.0,
-        beside: Mapping[str, Any] | None = None,
+        view: TrainerView,
+        run: JobRun,
+        order: PromptOrder,
+        saving: Saving,
+        cut: Callable[[RunFolder, int], None],
     ) -> None:
-        """Take the output folder and look at what is to be resumed, before anything slow starts. Collective.
+        self._view, self._run, self._order, self._saving, self._cut = view, run, order, saving, cut
+        self._sound: CompleteCheckpoint | None = None
+        """The one whose files the ranks have read last."""
+        self._loading = contextlib.ExitStack()
+        """Open while a checkpoint is read: every `torch.load` has the allow-list, DeepSpeed's too."""
+        self._at_step_end: dict[str, Any] | None = None
+        self.first_step = 0
+        """Optimizer steps that earlier attempts have done."""
 
-        Args:
-            watch: where this rank has one.
-            topology: with engines; also for `run.json`, as is what stands there `beside` the options.
-            max_wait_s: as `NodeGroups` takes it.
+    def choose(self, args: TrainingArguments, wish: str | bool | None) -> CompleteCheckpoint | None:
+        """The checkpoint to resume from, every file of which is as it was written. Collective.
 
         Raises:
-            ValueError: another job is in the folder, or the checkpoint does not fit this job.
+            ValueError: it does not fit this job.
         """
-        self._signals, self._failure_watch = signals, watch
-        launch = read_launch(os.environ)
-        self._node_groups = NodeGroups(
-            topology or as_one_node(launch),
-            max_wait_s=max_wait_s,
-            start_timeout_s=getattr(args, "start_timeout", START_TIMEOUT_S),
-            watch=watch,
-        )
-        self._lead = StopLead(os.environ.get(LEAD_VARIABLE), self._say)
-        self._at_step_end: dict[str, Any] | None = None
-
-        note_run(Path(args.output_dir), os.environ)
-        check_deepspeed(args.deepspeed_plugin and args.deepspeed_plugin.deepspeed_config)
-
-        places = self._node_groups.all_gather(json.dumps([launch.node, host_name(os.environ)]))
-
-        def enter() -> tuple[int, list[str]]:
-            self._run = RunFolder(Path(args.output_dir), os.environ)
-            where = where_it_runs([json.loads(place) for place in places], topology)
-            others = beside or {}
-            changed = [*others, *changed_from_defaults(args)]
-            self._run.begin_attempt({**others, **arguments_of(args)}, where, changed=changed)
-            signals.look = self._run.stop_request
-            return self._run.attempt, self._run.drop_old_requests()
-
-        self.attempt, notes = self._node_groups.by_rank_zero(enter, tuple[int, list[str]])
-        self._say(*notes)
-        self._choose(args, args.resume_from_checkpoint)
-
-    def _choose(self, args: TrainingArguments, wish: str | bool | None) -> CompleteCheckpoint | None:
-        """The checkpoint to resume from, every file of which is as it was written. Collective."""
-        checkpoint, notes = choose(self._node_groups, wish, Path(args.output_dir), args.world_size, known=self._sound)
-        self._say(*notes)
+        found = choose(self._run.groups, wish, Path(args.output_dir), args.world_size, known=self._sound)
+        checkpoint, notes = found
+        say(*notes)
         if checkpoint is not None:
             check_reshaped(checkpoint.folder, checkpoint.record, sampling_of(args))
         self._sound = checkpoint
-        found = "nothing" if checkpoint is None else checkpoint.folder
-        _log.debug("resume_from_checkpoint is %r: goes on from %s", wish, found)
+        folder = "nothing" if checkpoint is None else checkpoint.folder
+        _log.debug("resume_from_checkpoint is %r: goes on from %s", wish, folder)
         return checkpoint
-
-    def _say(self, *lines: str) -> None:
-        for line in lines:
-            _log.info("%s", line)
-
-    def record_failure(self, why: str, kind: FailureKind, *, record: FailureRecord | None = None) -> None:
-        """Tell this node's launcher, and on rank 0 write `failed` into the run's state. From any thread.
-
-        Args:
-            record: the job's, where it is known; `run.json` keeps it.
-        """
-        done = self.state.global_step if hasattr(self, "state") else 0
-        failed: dict[str, Any] = {"why": why, "kind": kind, "nodes": () if record is None else record.nodes}
-        failed |= {"step": done} if done else {}
-        note_failure(os.environ, **failed)
-        if self._run is None:
-            return
-        try:
-            self._run.update(state="failed", requeue=False, failure=record, **failed)
-        except OSError as error:  # a full disk may be the cause: it must not hide it
-            self._say(f"cannot write {self._run.path / STATE_FILE}: {error}")
-
-    def record_restart(self, what: str) -> None:
-        """Say that an engine died and is back, on the screen and in the run's state."""
-        if self._run is not None:
-            step = self.state.global_step
-            self._say(what)
-            try:
-                self._run.update(restarts=(*self._run.state.restarts, f"after step {step}: {what}")[-KEPT_RESTARTS:])
-            except OSError as error:  # all is well again, and other ranks go on
-                self._say(f"cannot write {self._run.path / STATE_FILE}: {error}")
-
-    @contextlib.contextmanager
-    def recording_failures(self, output_dir: str) -> Iterator[None]:
-        """Around what may fail: the run's state says how it ended.
-
-        Args:
-            output_dir: where it is kept; before `open_run` only what ends the job is recorded.
-        """
-        try:
-            yield
-        except BaseException as error:
-            if not isinstance(error, SystemExit) or error.code:
-                record = error.record if isinstance(error, JobFailed) else None
-                self.record_failure(text_of(error), kind_of(error), record=record)
-                if ends_job(error) and self._run is None and read_launch(os.environ).rank == 0:
-                    record_early_failure(Path(output_dir), os.environ, text_of(error), kind_of(error))
-            raise
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """As TRL's. Ends the process when it was asked to stop.
+    def train(self, wish: str | bool | None, train: Callable[[str | None], Any]) -> Any:
+        """The result of `train`, which is given the checkpoint to go on from. Ends the process when asked to stop.
 
         Args:
-            resume_from_checkpoint: a complete checkpoint; True or "auto" for the newest complete one in `output_dir`,
-                where "auto" starts afresh if there is none. None: what `args.resume_from_checkpoint` says.
+            wish: a complete checkpoint; True or "auto" for the newest complete one in `output_dir`, where "auto" starts
+                afresh if there is none. None: what `args.resume_from_checkpoint` says.
         """
-        with self.recording_failures(self.args.output_dir):
-            wish = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-            self._resumes_by_itself = wish is True or wish == "auto"
-            checkpoint = self._choose(self.args, wish)
-            tracker_run = self._begin(checkpoint)
-            self._signals.open()
-            output, resume = None, None if checkpoint is None else str(checkpoint.folder)
+        run, args = self._run, self._view.args
+        wish = args.resume_from_checkpoint if wish is None else wish
+        checkpoint = self.choose(args, wish)
+        tracker_run = self._begin(checkpoint, by_itself=wish is True or wish == "auto")
+        run.signals.open()
+        output = None
+        try:
             try:
-                try:
-                    with naming_run(self.args, tracker_run):
-                        output = super().train(resume_from_checkpoint=resume, **kwargs)
-                except GenerationDropped as dropped:
-                    self._stop, self._must_resume = self._stop or StopRequest(why=dropped.why, requeue=True), True
-                    self._save_last_step()
-                except StepFailed:
-                    self._must_resume = True
-                    self._save_last_step()
-                    self._finish_saving()
-                    # The first rank to fail ends the others, and the checkpoint is to be complete.
-                    self._node_groups.meet()
-                    raise
-                self._end(self._stop if output is None or self.state.global_step < self.state.max_steps else None)
-            finally:
-                self._loading.close()
-                self._screen.close()
-                self._signals.close()  # a second SIGTERM is no reason to fail at the end
-            return output
+                with naming_run(args, tracker_run):
+                    output = train(None if checkpoint is None else str(checkpoint.folder))
+            except GenerationDropped as dropped:
+                run.stop, run.must_resume = run.stop or StopRequest(why=dropped.why, requeue=True), True
+                self._save_last_step()
+            except StepFailed:
+                run.must_resume = True
+                self._save_last_step()
+                self._saving.finish()
+                # The first rank to fail ends the others, and the checkpoint is to be complete.
+                run.groups.meet()
+                raise
+            is_cut_short = output is None or self._view.state.global_step < self._view.state.max_steps
+            self._end(run.stop if is_cut_short else None)
+        finally:
+            self._loading.close()
+            run.signals.close()  # a second SIGTERM is no reason to fail at the end
+        return output
 
-    def _begin(self, checkpoint: CompleteCheckpoint | None) -> str:
-        """Ready the run folder and ourselves for going on after `checkpoint`; trackers' id of the run. Collective."""
-        self._stop = self._at_step_end = None
+    def _begin(self, checkpoint: CompleteCheckpoint | None, *, by_itself: bool) -> str:
+        """Ready the run folder and ourselves for going on after `checkpoint`; trackers' id of the run. Collective.
+
+        Args:
+            by_itself: it is the newest one, and nobody has named it.
+        """
+        run, view = self._run, self._view
+        run.stop = self._at_step_end = None
         self._loading = contextlib.ExitStack()
-        self._step_ends = deque(maxlen=MEASURED_STEPS)
-        self._step = self._step_began_at = 0  # of a second `train`, too; a checkpoint says otherwise below
-        self._buffered_inputs, self._stream_pass = None, (0, 0)
-        first_step = self._saved_step = self.first_step = 0 if checkpoint is None else checkpoint.record.step
+        view.batch_in_use = None
+        self._order.go_to(0, (0, 0))  # of a second `train`, too; a checkpoint says otherwise below
+        first_step = self._saving.saved_step = self.first_step = 0 if checkpoint is None else checkpoint.record.step
         if checkpoint is not None:
             note_first_step()
-            if self._failure_watch is not None:
-                self._failure_watch.enter("resume")
-            self._say(*what_differs(checkpoint.record, sampling_of(self.args)))
-        if (kept := kept_limit(self.args.save_total_limit)) != self.args.save_total_limit and kept is not None:
-            self._say(f"save_total_limit {self.args.save_total_limit}: {kept} are kept, in case one is damaged")
+            if run.watch is not None:
+                run.watch.enter("resume")
+            say(*what_differs(checkpoint.record, sampling_of(view.args)))
+        limit = view.args.save_total_limit
+        if (kept := kept_limit(limit)) != limit and kept is not None:
+            say(f"save_total_limit {limit}: {kept} are kept, in case one is damaged")
 
         def begin() -> str:
-            assert self._run is not None
-            self._clear_away(self._run, first_step)
-            self._run.cut_metrics(first_step)
-            tracker_run = self._run.tracker_run(resumed=checkpoint is not None)
-            open_tensorboard(self.callback_handler.callbacks, self._run.path, tracker_run, first_step=first_step)
-            self._run.update(
+            assert run.folder is not None
+            self._clear_away(run.folder, first_step, by_itself=by_itself)
+            self._cut(run.folder, first_step)
+            run.folder.cut_metrics(first_step)
+            tracker_run = run.folder.tracker_run(resumed=checkpoint is not None)
+            open_tensorboard(view.callback_handler.callbacks, run.folder.path, tracker_run, first_step=first_step)
+            run.folder.update(
                 state="running",
                 step=first_step,
                 checkpoint=None if checkpoint is None else str(checkpoint.folder),
@@ -250,131 +146,110 @@ class ResumableTrainer(OrderedTrainer):
             )
             return tracker_run
 
-        tracker_run = self._node_groups.by_rank_zero(begin, str)
-        _log.debug("training begins after step %d, of %d", first_step, self.args.max_steps)
-        if not any(isinstance(callback, _StepEnds) for callback in self.callback_handler.callbacks):
-            self.add_callback(_StepEnds(self))
+        tracker_run = run.groups.by_rank_zero(begin, str)
+        _log.debug("training begins after step %d, of %d", first_step, view.args.max_steps)
         if checkpoint is not None:
-            self._say(f"attempt {self.attempt} goes on after step {first_step}, from {checkpoint.folder}")
-            self._loading.enter_context(weights_only())  # until `train_begins`; last, for `train` closes it
+            say(f"attempt {run.attempt} goes on after step {first_step}, from {checkpoint.folder}")
+            self._loading.enter_context(weights_only())  # until `begins`; last, for `train` closes it
         return tracker_run
 
-    def _clear_away(self, run: RunFolder, first_step: int) -> None:
+    def _clear_away(self, folder: RunFolder, first_step: int, *, by_itself: bool) -> None:
         """Quarantine what other branches of the run have left, and delete what nobody can use. On rank 0."""
-        for folder in delete_partial(run.path):
-            self._say(f"{folder} was not finished by an earlier attempt: deleted")
-        for folder in quarantine(run.path, after_step=first_step, attempt=run.previous_attempt):
-            self._say(f"{folder} is what was {folder.name}: this attempt starts before it")
-        if first_step and self._resumes_by_itself:  # what a person's start quarantines, a person deletes
-            for folder in bound_quarantine(run.path):
-                self._say(f"{folder} was quarantined, and {KEPT_QUARANTINED} later ones are: deleted")
+        for partial in delete_partial(folder.path):
+            say(f"{partial} was not finished by an earlier attempt: deleted")
+        for aside in quarantine(folder.path, after_step=first_step, attempt=folder.previous_attempt):
+            say(f"{aside} is what was {aside.name}: this attempt starts before it")
+        if first_step and by_itself:  # what a person's start quarantines, a person deletes
+            for old in bound_quarantine(folder.path):
+                say(f"{old} was quarantined, and {KEPT_QUARANTINED} later ones are: deleted")
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether training ends before its last step because somebody asked."""
-        return self._stop is not None
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if not self.log_completions:
-            super().log(logs, start_time)
-            return
-        # TRL prints a table, and writes one.
-        with self._screen.aside(), plain_tool_calls(self._logs), SAMPLE_PRINTER.applied(print_printable):
-            super().log(logs, start_time)
-
-    def train_begins(self) -> None:
+    def begins(self) -> None:
         """What was resumed from is loaded."""
         self._loading.close()
-        if self._failure_watch is not None and self._failure_watch.phase == "resume":
-            self._failure_watch.enter("train")
+        if self._run.watch is not None and self._run.watch.phase == "resume":
+            self._run.watch.enter("train")
 
     # -- the end of a step ----------------------------------------------------------------------------------------
 
     def after_step(self, control: TrainerControl) -> None:
         """Agree whether to stop here. Collective, at the end of every optimizer step."""
+        run, view = self._run, self._view
         note_first_step()
-        _log.debug("step %d ends", self.state.global_step)
-        self._look_at_saving()
-        before, self._step_began_at = self._step_began_at, self._step
-        self._at_step_end = {"batch": self._buffered_inputs, "rng": random_states()}
-        if self._stop is None:
-            wish = (self._run.stop_request() if self._run is not None else None) or self._signals.request
-            code = self._node_groups.largest(0 if wish is None else 1 + (not wish.requeue))
+        _log.debug("step %d ends", view.state.global_step)
+        self._saving.look_at()
+        before, now = self._order.end_step()
+        self._at_step_end = {"batch": view.batch_in_use, "rng": random_states()}
+        if run.stop is None:
+            wish = (run.folder.stop_request() if run.folder is not None else None) or run.signals.request
+            code = run.groups.largest(0 if wish is None else 1 + (not wish.requeue))
             if code:
-                self._stop = wish or StopRequest(why="another rank was asked to stop", requeue=code == 1)
-                _log.info("stops after this generation batch: %s", self._stop.why, extra=FILE_ONLY)
-                self._signals.request = self._signals.request or self._stop  # engines are not missed from now on
-        if not ends_generation_batch(before, self._step, self._steps_per_batch):
+                run.stop = wish or StopRequest(why="another rank was asked to stop", requeue=code == 1)
+                _log.info("stops after this generation batch: %s", run.stop.why, extra=FILE_ONLY)
+                run.signals.request = run.signals.request or run.stop  # engines are not missed from now on
+        if not ends_generation_batch(before, now, view.steps_per_batch):
             return
-        self._lead.batch_ended(time.monotonic())
-        self._metrics["train"]["run/longest_batch_s"] = [self._lead.longest_batch_s]
-        if self._stop is None or self.state.global_step >= self.state.max_steps:
-            self._stop = None
+        run.lead.batch_ended(time.monotonic())
+        view.note_newest("run/longest_batch_s", run.lead.longest_batch_s)
+        if run.stop is None or view.state.global_step >= view.state.max_steps:
+            run.stop = None
             return
         control.should_save = control.should_training_stop = control.should_log = True
         control.should_evaluate = False  # the time may be short
 
     def _end(self, stop: StopRequest | None) -> None:
         """Say how the run ended; one that was asked to stop ends here, every rank with exit code 0. Collective."""
-        self._finish_saving()
-        step = self.state.global_step
-        if self._run is not None:
-            newest = newest_complete(self._run.path)
-            self._run.update(
+        self._saving.finish()
+        run, state = self._run, self._view.state
+        if (folder := run.folder) is not None:
+            newest = newest_complete(folder.path)
+            folder.update(
                 state="finished" if stop is None else "stopped",
                 why="" if stop is None else stop.why,
-                requeue=stop is not None and stop.requeue and not self._run.a_person_asks,
-                step=step,
+                requeue=stop is not None and stop.requeue and not folder.a_person_asks,
+                step=state.global_step,
                 checkpoint=None if newest is None else str(newest),
             )
-            self._run.answer_requests()
+            folder.answer_requests()
             if stop is None:
-                history = self.state.log_history
-                self._say(*what_came_of_it(history, self._run.path, first_step=self.first_step))
+                say(*what_came_of_it(state.log_history, folder.path, first_step=self.first_step))
             else:
-                self._say(f"stopped after step {step} as asked ({stop.why}); newest checkpoint: {newest}")
-        self._signals.request = None
+                say(f"stopped after step {state.global_step} as asked ({stop.why}); newest checkpoint: {newest}")
+        run.signals.request = None
         if stop is not None:
-            self.close()
-            self._node_groups.meet()
-            self.leave()
+            self._view.trainer.close()
+            run.groups.meet()
+            if run.watch is not None:
+                run.watch.leave()
             raise SystemExit(0)
-
-    def leave(self) -> None:
-        """This rank is about to end as it should."""
-
-    def close(self) -> None:
-        """Let another job into the output folder."""
-        if self._run is not None:
-            self._run.release()
 
     def _save_last_step(self) -> None:
         """After a generation that was dropped: the state of the last finished step. Collective."""
-        if self._at_step_end is None or self._saved_step == self.state.global_step:
+        if self._at_step_end is None or self._saving.saved_step == self._view.state.global_step:
             return  # it stands already: what was resumed from, or saved at this step
-        self._step, self._buffered_inputs = self._step_began_at, self._at_step_end["batch"]
+        self._order.back_to_step()
+        self._view.batch_in_use = self._at_step_end["batch"]
         restore_random_states(self._at_step_end["rng"])
-        self._save_checkpoint(self.model_wrapped, None)
+        self._view.save_checkpoint()
 
 
-class _StepEnds(TrainerCallback):
-    """Brings the beginning of training, and the end of a step, to the trainer."""
+class StepEnds(TrainerCallback):
+    """Brings the beginning of training, and the end of a step, to the trainer.
 
-    def __init__(self, trainer: ResumableTrainer) -> None:
-        self._trainer = trainer
+    Args:
+        run: says whether training ends before its last step because somebody asked.
+    """
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._trainer.train_begins()
+    def __init__(self, run: JobRun, begins: Callable[[], None], after_step: Callable[[TrainerControl], None]) -> None:
+        self._run, self._begins, self._after_step = run, begins, after_step
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._trainer.after_step(control)
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._begins()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self._trainer.is_stopping:  # it has saved; transformers ends the epoch all the same
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._after_step(control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._run.stop is not None:  # it has saved; transformers ends the epoch all the same
             control.should_save = control.should_evaluate = False
 
 

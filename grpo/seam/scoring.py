@@ -12,14 +12,14 @@ import torch
 from trl.data_utils import is_conversational
 
 from grpo.checkpoints.rank_state import random_states, restore_random_states
-from grpo.faults.watch import FailureWatch
 from grpo.place.log import EVERY_RANK
-from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import SCORE
 from grpo.rewards.batch import Rows
 from grpo.rewards.scoring import Scoring
 from grpo.rollout.turns.environments import home_of
-from grpo.seam.view import TrainerView
+from grpo.seam.observing import Timing
+from grpo.seam.run import JobRun
+from grpo.seam.view import Batch, TrainerView
 
 _log = logging.getLogger(__name__)
 
@@ -40,29 +40,35 @@ class BatchRewards:
     what it is given, users change `reward_funcs` later, and what is left out has no reward on any rank.
     """
 
-    def __init__(self, view: TrainerView, watch: FailureWatch, timeline: Recorder) -> None:
-        self._view, self._watch, self._timeline = view, watch, timeline
+    def __init__(self, view: TrainerView, run: JobRun, timing: Timing) -> None:
+        self._view, self._run, self._timing = view, run, timing
         self.inputs: Sequence[Mapping[str, Any]] = ()
         """This rank's rows of the batch: one for each completion, with all columns of the data."""
         self.is_chat = False
         """Whether its prompts are messages."""
-        self._compares = view.args.overlap_rewards and view.args.check_rewards
+        self._compares = True
         """Until functions were called beside the main thread and in it."""
-        self.scoring = self._of_functions()
+        self._scoring: Scoring | None = None
 
-    def _of_functions(self) -> Scoring:
-        args, accelerator = self._view.args, self._view.accelerator
-        return Scoring(
-            self._view.reward_funcs,
-            self._watch,
+    @property
+    def scoring(self) -> Scoring:
+        """By the trainer's present functions; in local mode."""
+        args, accelerator, functions = self._view.args, self._view.accelerator, self._view.reward_funcs
+        if self._scoring is not None and self._scoring.scores(functions):
+            return self._scoring
+        assert self._run.watch is not None, "of local mode"
+        self._scoring = Scoring(
+            functions,
+            self._run.watch,
             timeout_s=args.reward_timeout,
             beside=args.overlap_rewards,
             in_main_thread=self._asks_environments,
             loop=self._loop,
-            timeline=self._timeline,
+            timeline=self._timing.timeline,
             prepare=partial(use_device, accelerator.device),
             say=partial(_log.warning, "rank %d: %s", accelerator.process_index, extra=EVERY_RANK),
         )
+        return self._scoring
 
     def _loop(self) -> Any:
         return self._view.async_loop
@@ -83,13 +89,11 @@ class BatchRewards:
         finally:
             self.inputs = ()
 
-    def sample(self, prompts: list[Any], generate: Generate) -> Sequence[Any]:
+    def sample(self, generate: Generate, prompts: list[Any]) -> Sequence[Any]:
         """Sample; rewards begin, at the latest, when it is over."""
         self.is_chat = is_conversational({"prompt": prompts[0]})
         if len(self.inputs) != len(prompts):  # a subclass may ask for completions alone
             return _with_messages(generate(prompts))
-        if not self.scoring.scores(self._view.reward_funcs):
-            self.scoring = self._of_functions()  # they were changed
         groups = self._groups(len(prompts))
         self.scoring.begin(self._rows(self.inputs, prompts), groups)
         generated = _with_messages(generate(prompts))
@@ -106,23 +110,28 @@ class BatchRewards:
         refused = self._view.engines.refused_rows
         rows, functions = self._rows(inputs, prompts), self._view.reward_funcs
         if not self.scoring.is_of(functions, rows, completions, completion_ids):  # of a subclass, or changed
-            if not self.scoring.scores(functions):  # they were changed, or a subclass has changed the rows
-                self.scoring = self._of_functions()
             groups = self._groups(len(prompts))
             self.scoring.begin(rows, groups)
             self.scoring.start(rows, completions, completion_ids, groups, refused=refused)
-        if self._compares:
-            self._compares = False
+        args, self._compares, compares = self._view.args, False, self._compares
+        if compares and args.overlap_rewards and args.check_rewards:
             self._compare_threads()
         self._view.reward_funcs = self.scoring.stand_ins()
         try:
-            with self._timeline.rest(SCORE):  # models, and waiting for other ranks' rewards
+            with self._timing.timeline.rest(SCORE):  # models, and waiting for other ranks' rewards
                 rewards = call(inputs, prompts, completions, completion_ids)
         finally:
             self._view.reward_funcs = functions
         if refused is not None:
             rewards[self._view.accelerator.gather(torch.tensor(refused, device=rewards.device))] = torch.nan
         return rewards
+
+    def leave_out_refused(self, scored: Batch) -> None:
+        """Rows whose prompts no engine took are not trained on. Collective where there are any."""
+        if (refused := self._view.engines.refused_rows) is not None:
+            scored["completion_mask"][refused] = 0
+            counted = scored["completion_mask"] * scored.get("tool_mask", 1)
+            scored["num_items_in_batch"] = self._view.accelerator.gather(counted.sum()).sum()  # as TRL does (1.16)
 
     def _compare_threads(self) -> None:
         """A function that one rank has to call in the main thread is called there by all. Collective over the job."""

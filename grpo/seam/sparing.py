@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo.checkpoints.prompt_order import GenerationSampler
 from grpo.faults.failure import FailureKind, FailureRecord, StepFailed
-from grpo.faults.watch import FailureWatch
-from grpo.groups.node_groups import NodeGroups
 from grpo.rollout.spares import DealtRows, chosen_groups, deal, flat_groups
+from grpo.seam.ordering import PromptOrder
+from grpo.seam.run import JobRun
 from grpo.seam.scoring import BatchRewards, Generate
 from grpo.seam.view import TrainerView
 
@@ -27,21 +26,10 @@ MOSTLY_FLAT = 0.5
 
 
 class SpareGroups:
-    """Batches of which each samples `spare_groups` more groups than it trains on; see `grpo.rollout.spares`.
+    """Batches of which each samples `spare_groups` more groups than it trains on; see `grpo.rollout.spares`."""
 
-    Args:
-        sampler: of the prompts of training.
-    """
-
-    def __init__(
-        self,
-        view: TrainerView,
-        rewards: BatchRewards,
-        watch: FailureWatch,
-        groups: NodeGroups,
-        sampler: Callable[[], GenerationSampler | None],
-    ) -> None:
-        self._view, self._rewards, self._watch, self._groups, self._sampler = view, rewards, watch, groups, sampler
+    def __init__(self, view: TrainerView, run: JobRun, order: PromptOrder, rewards: BatchRewards) -> None:
+        self._view, self._run, self._order, self._rewards = view, run, order, rewards
         self._kept_rewards: torch.Tensor | None = None
         """[completions, functions] of the rows that are trained on, of all ranks; until TRL asks for them."""
         self._flat_shares: Sequence[float] = ()
@@ -60,7 +48,7 @@ class SpareGroups:
         view, inputs = self._view, self._rewards.inputs
         if not view.args.spare_groups or view.mode != "train" or len(inputs) != len(prompts):
             return generate(prompts)
-        sampler = self._sampler()
+        sampler = self._order.sampler
         assert sampler is not None, "refused for streams"
         assert isinstance(inputs, list), "TRL reads it again behind this (1.16)"
         rows = sampler.sampled_batch(*divmod(view.batch_number, sampler.num_batches))
@@ -118,7 +106,8 @@ class SpareGroups:
                 "have different rewards, so nothing is learnt any more [GRPO-618]: take other prompts, more "
                 "num_generations, or a reward with more grades"
             )
-            kind, host = FailureKind.USER, self._watch.host
+            assert self._run.watch is not None, "of local mode"
+            kind, host = FailureKind.USER, self._run.watch.host
             raise StepFailed(FailureRecord(node=0, rank=0, host=host, phase="train", cause=cause, kind=kind))
         self._flat_shares = [*self._flat_shares, share][-FLAT_WINDOW:]
         mean = sum(self._flat_shares) / len(self._flat_shares)
@@ -152,7 +141,7 @@ class SpareGroups:
             )
             for row, completion in enumerate(completions)
         ]
-        return deal(self._groups, DealtRows(completions=batch.completions, texts=texts), wanted)
+        return deal(self._run.groups, DealtRows(completions=batch.completions, texts=texts), wanted)
 
     def _generated_rows(self, generated: Sequence[Any], prompts: list[Any], mine: DealtRows) -> tuple[Any, ...]:
         """As TRL's `_generate` gives it (1.16), of other rows."""

@@ -1,64 +1,73 @@
-"""Between TRL's trainer and ours: no padding is computed that no row of a micro-batch needs.
+"""No padding is computed that no row of a micro-batch needs.
 
 TRL 1.16 pads a rank's generation batch to its longest prompt and its longest completion, shuffles the rows, and
 computes every micro-batch at that width.
 """
 
 import math
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 from trl.trainer.utils import split_tensor_dict
 
-from grpo.seam.lazy_vllm import TRLTrainer
+from grpo.seam.view import Batch, TrainerView
 
-Batch = dict[str, Any]
+Score = Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
+"""TRL's `_get_per_token_logps_and_entropies`."""
 
 
-class TrimmingTrainer(TRLTrainer):
-    """A trainer whose forward passes are as wide as the rows that they are of; see `GRPOConfig.trim_padding`."""
+class Trimming:
+    """Forward passes that are as wide as the rows that they are of; see `GRPOConfig.trim_padding`."""
 
-    args: Any
-    _buffered_inputs: list[Batch] | None
+    def __init__(self, view: TrainerView) -> None:
+        self._view = view
 
     @property
-    def _trims(self) -> bool:
+    def is_on(self) -> bool:
         """TRL's other modes are left as they are."""
-        return self.args.local_mode and self.args.trim_padding
+        return self._view.args.local_mode and self._view.args.trim_padding
 
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        batches = self._buffered_inputs
-        if batches is None or batches is before or self._is_vlm:  # of which a rank may have images, and another none
+    def trim(self, inputs: Batch) -> Batch:
+        """Trim a generation batch that has just come. Collective.
+
+        Args:
+            inputs: the micro-batch of it that TRL would train on now.
+
+        Returns:
+            The one in its place.
+        """
+        view, args, batches = self._view, self._view.args, self._view.batch_in_use
+        if batches is None or view.has_processor:  # of which a rank may have images, and another none
             return inputs
-        if self._trims:
-            if not self._depends_on_grouping():
+        if self.is_on:
+            if not self.depends_on_grouping():
                 # Blocks of so many never reach over an optimizer step's end, whichever of the two numbers is larger.
-                batches = sorted_in_blocks(batches, math.gcd(len(batches), self.args.gradient_accumulation_steps))
-            batches = self._buffered_inputs = [trimmed(batch, self.pad_to_multiple_of) for batch in batches]
+                batches = sorted_in_blocks(batches, math.gcd(len(batches), args.gradient_accumulation_steps))
+            batches = [trimmed(batch, args.pad_to_multiple_of) for batch in batches]
         self._note_padding(batches)
-        return batches[self._step % len(batches)]
+        view.batch_in_use = batches
+        return batches[view.micro_batches % len(batches)]
 
-    def _depends_on_grouping(self) -> bool:
+    def depends_on_grouping(self) -> bool:
         """Whether the loss is another one where a step's rows are dealt out to its micro-batches otherwise: it is a
         mean over the tokens of each, or a subclass's own. Rows in the order of their lengths would shift it then."""
-        is_own = type(self)._compute_loss is not TRLTrainer._compute_loss
-        of_tokens = self.loss_type == "bnpo" or self._entropy_bonus_enabled or self.top_entropy_quantile < 1.0
-        return is_own or of_tokens or self.aux_loss_enabled
+        view, args = self._view, self._view.args
+        has_entropy = args.entropy_coef != 0.0 or args.use_adaptive_entropy or args.top_entropy_quantile < 1.0
+        return view.has_own_loss or args.loss_type == "bnpo" or has_entropy or view.has_aux_loss
 
     def _note_padding(self, batches: list[Batch]) -> None:
         """The share of pads in what training computes, over all ranks. Collective."""
         masks = [batch[name].flatten() for batch in batches for name in ("prompt_mask", "completion_mask")]
         share = torch.cat(masks).eq(0).double()
-        sums = self.accelerator.reduce(torch.stack([share.sum(), share.new_tensor(len(share))]), reduction="sum")
-        self._metrics["train"]["train/padding_share"].append((sums[0] / sums[1]).item())
+        counts = torch.stack([share.sum(), share.new_tensor(len(share))])
+        sums = self._view.accelerator.reduce(counts, reduction="sum")
+        self._view.note_metrics({"train/padding_share": (sums[0] / sums[1]).item()})
 
-    def _get_per_token_logps_and_entropies(
+    def score(
         self,
+        call: Score,
         model: Any,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
@@ -66,18 +75,17 @@ class TrimmingTrainer(TRLTrainer):
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's. Rows that come in several chunks, which are those of a whole generation batch, are scored in the order
-        of their lengths, each chunk as wide as its rows; [rows, logits_to_keep] in the order given, 0 where a chunk had
-        no column."""
-        score = partial(super()._get_per_token_logps_and_entropies, model)
+        """TRL's log-probabilities and entropies. Rows that come in several chunks, which are those of a whole
+        generation batch, are scored in the order of their lengths, each chunk as wide as its rows; [rows,
+        logits_to_keep] in the order given, 0 where a chunk had no column."""
         more = [value for name, value in kwargs.items() if name != "compute_entropy"]
         is_plain = all(value is None or value is False for value in more)
-        if not self._trims or not is_plain or batch_size is None or batch_size >= len(input_ids):
-            return score(input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        if not self.is_on or not is_plain or batch_size is None or batch_size >= len(input_ids):
+            return call(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         found: list[torch.Tensor] = []
         for rows in by_length(attention_mask).split(batch_size):
-            columns, kept = used_columns(attention_mask[rows], logits_to_keep, self.pad_to_multiple_of)
-            chunk = score(input_ids[rows, columns], attention_mask[rows, columns], kept, **kwargs)
+            columns, kept = used_columns(attention_mask[rows], logits_to_keep, self._view.args.pad_to_multiple_of)
+            chunk = call(model, input_ids[rows, columns], attention_mask[rows, columns], kept, **kwargs)
             of_chunk = [each for each in chunk[:2] if each is not None]
             found = found or [each.new_zeros(len(input_ids), logits_to_keep) for each in of_chunk]
             for whole, part in zip(found, of_chunk, strict=True):

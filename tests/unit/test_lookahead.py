@@ -173,7 +173,7 @@ def test_after_a_failed_training_a_signal_ends_the_process_again(
     try:
         with pytest.raises(ZeroDivisionError):
             trainer.train()
-        assert not trainer._signals.is_open
+        assert not trainer._parts.run.signals.is_open
     finally:
         trainer.close()
 

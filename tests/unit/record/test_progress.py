@@ -229,12 +229,12 @@ def test_the_trainer_shows_nothing_else(
 def test_a_failure_takes_the_bar_away(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(terminal=True)
     trainer = make_trainer(tiny_model, tmp_path, [], disable_tqdm=False)
-    trainer._screen._console = screen.progress._console
+    trainer._parts.screen._console = screen.progress._console
     trainer._calculate_rewards = lambda *_: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     trainer.close()
     assert "0/3" in screen.drawn()
-    assert trainer._screen._bar is None
+    assert trainer._parts.screen._bar is None
     say("on the screen itself")
     assert "[grpo] on the screen itself" in capsys.readouterr().out

@@ -94,7 +94,7 @@ def test_trl_keeps_what_is_sampled(tiny_model: Path, tmp_path: Path, story: list
     def logging(*args: Any, **kwargs: Any) -> None:
         log(*args, **kwargs)
         weights = trainer.reward_weights.tolist()
-        rows.extend(sampled_rows(trainer._logs, trainer._facts, num_prompts=1, reward_weights=weights))
+        rows.extend(sampled_rows(trainer._logs, trainer._parts.records._facts, num_prompts=1, reward_weights=weights))
 
     trainer.log = logging  # type: ignore[method-assign]
     trainer.train()
@@ -118,8 +118,14 @@ def test_any_end_token_of_the_model_ends_a_completion(
     ends = [settings["eos_token_id"], *range(5, 20)]  # what a scripted engine samples
     (model / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": ends}))
     trainer = make_trainer(model, tmp_path / "run", story, max_steps=1, vllm_max_logprob_gap=LOOSE)
-    noted: list[np.ndarray] = []
-    monkeypatch.setattr(trainer, "note_completions", lambda facts, mode: noted.append(facts))
+    assert trainer._local is not None
+    facts, noted = trainer._local.facts, list[np.ndarray]()
+
+    def note(end_tokens: Any) -> np.ndarray:
+        noted.append(facts(end_tokens))
+        return noted[-1]
+
+    monkeypatch.setattr(trainer._local, "facts", note)
     trainer.train()
     trainer.close()
     assert {*np.concatenate(noted)[:, -1].tolist()} == {STOPPED}

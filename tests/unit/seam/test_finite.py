@@ -56,8 +56,8 @@ def test_gradients_that_are_not_finite_are_reported_after_three_in_a_row(
         with caplog.at_level(logging.WARNING):
             for norm in norms:
                 trainer.state.global_step += 1
-                trainer._look_at_norm(torch.tensor(norm))
-                trainer._look_at_norm(torch.tensor(norm))  # as at the end of an epoch
+                trainer._parts.saving.look_at_norm(torch.tensor(norm))
+                trainer._parts.saving.look_at_norm(torch.tensor(norm))  # as at the end of an epoch
         return sum("[GRPO-712]" in record.getMessage() for record in caplog.records)
 
     nan, inf = float("nan"), float("inf")

@@ -1,6 +1,7 @@
 """Forward passes with images: the row that stands in where none has any."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from grpo.config.models import without_tokens
 from grpo.model.picture_probe import picture_probe
 from grpo.model.pictures import has_image_parts
-from grpo.seam.pictured import PicturedTrainer, with_stand_in
+from grpo.seam.pictured import Pictures, with_stand_in
+from grpo.seam.trimming import Trimming
 from tests.support.multimodal_models import save_multimodal_model
 from tests.support.pictured_data import picture, pictured
 
@@ -60,19 +62,11 @@ def test_every_row_reaches_the_tower(llava: Path, stand_in: dict[str, torch.Tens
     assert not weight.grad.any()
 
 
-def test_an_image_that_comes_after_rows_of_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_comes_after_rows_of_text_is_refused() -> None:
     """Which text alone is trained of, by the first row: TRL would hand the engine a prompt without its image."""
-
-    class Trainer(PicturedTrainer):
-        def __init__(self) -> None:
-            self.args = type("Args", (), {"local_mode": True})()
-
-    def tokenized(self: Any, prompts: list) -> Any:
-        return [[1]], [[picture(0)]], {}
-
-    monkeypatch.setattr(PicturedTrainer.__mro__[1], "_tokenize_prompts", tokenized, raising=False)
+    view: Any = SimpleNamespace(args=SimpleNamespace(local_mode=True))
     with pytest.raises(ValueError, match=r"the first row has none, .*: put a row with an image first"):
-        Trainer()._tokenize_prompts([[{"role": "user", "content": "1+1="}]])
+        Pictures(view, Trimming(view)).tokenize(lambda prompts: ([[1]], [[picture(0)]], {}), ["1+1="])
 
 
 def test_types_say_where_images_may_be() -> None:

@@ -11,15 +11,23 @@ from transformers import TrainerControl
 from grpo.checkpoints.checkpoints import CompleteRecord
 from grpo.faults.failure import FailureKind, FailureRecord, JobFailed
 from grpo.faults.signals import StopLead
-from grpo.seam.resuming import ResumableTrainer, ends_generation_batch, what_differs
+from grpo.seam.ordering import PromptOrder
+from grpo.seam.resuming import Resuming, ends_generation_batch, what_differs
+from grpo.seam.run import JobRun
 from tests.support.made_up_checkpoints import make
 from tests.support.scripted_trainer import make_trainer, of_kind, use_scripted_engines
 
 
-def trainer(**fields: Any) -> ResumableTrainer:
-    bare = ResumableTrainer.__new__(ResumableTrainer)
-    bare.__dict__.update({"_run": SimpleNamespace(), **fields})
-    return bare
+def run_of(view: Any = None, **folder: Any) -> JobRun:
+    """Of a trainer that has done no step."""
+    run = JobRun(view or SimpleNamespace(steps_done=0))
+    run.folder = SimpleNamespace(**folder)  # type: ignore[assignment]
+    return run
+
+
+def resuming(**parts: Any) -> Resuming:
+    parts = {"view": None, "run": None, "order": None, "saving": None, "cut": None} | parts
+    return Resuming(**parts)
 
 
 @pytest.mark.parametrize(("lead", "warned"), [("200", False), ("199", True), (None, False)])
@@ -69,7 +77,7 @@ def test_a_full_disk_does_not_hide_the_failure(tmp_path: Path, capsys: pytest.Ca
     def update(**_: Any) -> None:
         raise OSError("No space left on device")
 
-    failing = trainer(_run=SimpleNamespace(update=update, path=tmp_path))
+    failing = run_of(update=update, path=tmp_path)
     with pytest.raises(ZeroDivisionError), failing.recording_failures("unused"):
         raise ZeroDivisionError
     assert f"cannot write {tmp_path / 'run_state.json'}: No space left on device" in capsys.readouterr().out
@@ -79,10 +87,11 @@ def test_a_failure_says_after_which_step_and_hands_the_record_on() -> None:
     reported: list[dict[str, Any]] = []
     where: dict[str, Any] = {"node": 1, "rank": 8, "host": "n1", "phase": "sync"}
     record = FailureRecord(**where, cause="EngineDied: it was killed", kind=FailureKind.ENGINE, nodes=(1,))
-    failing = trainer(_run=SimpleNamespace(update=lambda **changes: reported.append(changes)))
+    view = SimpleNamespace(steps_done=0)
+    failing = run_of(view, update=lambda **changes: reported.append(changes))
     with pytest.raises(JobFailed), failing.recording_failures("unused"):
         raise JobFailed(record)
-    failing.state = SimpleNamespace(global_step=4)  # type: ignore[assignment]
+    view.steps_done = 4
     failing.record_failure(str(record), FailureKind.USER, record=record)
     assert [(each["failure"], each["kind"], each["nodes"], each.get("step")) for each in reported] == [
         (record, FailureKind.ENGINE, (1,), None),  # there was no step yet: the state's own stays
@@ -93,7 +102,7 @@ def test_a_failure_says_after_which_step_and_hands_the_record_on() -> None:
 @pytest.mark.parametrize(("code", "reported"), [(0, []), (3, ["SystemExit: 3"])])
 def test_a_script_that_ends_with_an_error_has_failed(code: int, reported: list[str]) -> None:
     causes: list[str] = []
-    ending = trainer(_run=SimpleNamespace(update=lambda *, why, **_: causes.append(why)))
+    ending = run_of(update=lambda *, why, **_: causes.append(why))
     with pytest.raises(SystemExit), ending.recording_failures("unused"):
         raise SystemExit(code)
     assert causes == reported
@@ -101,16 +110,18 @@ def test_a_script_that_ends_with_an_error_has_failed(code: int, reported: list[s
 
 def test_a_run_that_is_done_takes_no_step_more() -> None:
     control = TrainerControl()
-    done = trainer(state=SimpleNamespace(global_step=6, max_steps=6), control=control)
-    done._run_epoch(epoch=2)
+    view: Any = SimpleNamespace(state=SimpleNamespace(global_step=6, max_steps=6), control=control)
+    PromptOrder(view, None).run_epoch(lambda **_: pytest.fail("it has run"), epoch=2)
     assert control.should_training_stop
 
 
-@pytest.mark.parametrize("kept", [{"_at_step_end": None}, {"_at_step_end": {}, "_saved_step": 4}])
-def test_a_step_that_was_saved_is_not_saved_again(kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("at_step_end", "saved_step"), [(None, 0), ({}, 4)])
+def test_a_step_that_was_saved_is_not_saved_again(at_step_end: dict[str, Any] | None, saved_step: int) -> None:
     saved: list[int] = []
-    monkeypatch.setattr(ResumableTrainer, "_save_checkpoint", lambda *_: saved.append(1))
-    trainer(state=SimpleNamespace(global_step=4), **kept)._save_last_step()
+    view = SimpleNamespace(state=SimpleNamespace(global_step=4), save_checkpoint=lambda: saved.append(1))
+    ending = resuming(view=view, saving=SimpleNamespace(saved_step=saved_step))
+    ending._at_step_end = at_step_end
+    ending._save_last_step()
     assert saved == []
 
 
@@ -131,13 +142,14 @@ def test_what_is_not_as_before_is_said(record: CompleteRecord, said: str | None)
     assert said is None or said in reported[0]
 
 
-def test_what_earlier_attempts_have_left_is_cleared_away(tmp_path: Path) -> None:
+def test_what_earlier_attempts_have_left_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (3, 6, 7, 8):
         make(tmp_path, step)
     make(tmp_path, 9, complete=False)
     said: list[str] = []
     run: Any = SimpleNamespace(path=tmp_path, previous_attempt=0)
-    trainer(_say=said.append, _resumes_by_itself=True)._clear_away(run, 3)
+    monkeypatch.setattr("grpo.seam.resuming.say", said.append)
+    resuming()._clear_away(run, 3, by_itself=True)
     assert said[0] == f"{tmp_path / 'checkpoint-9'} was not finished by an earlier attempt: deleted"
     assert [line.split(" is ")[0] for line in said[1:4]] == [
         str(tmp_path / "abandoned.attempt-0" / f"checkpoint-{step}") for step in (8, 7, 6)
@@ -152,7 +164,7 @@ def test_what_a_person_starts_anew_deletes_no_checkpoint(by_itself: bool, first_
     for step in (3, 6, 7, 8, 9):
         make(tmp_path, step)
     run: Any = SimpleNamespace(path=tmp_path, previous_attempt=0)
-    trainer(_say=lambda line: None, _resumes_by_itself=by_itself)._clear_away(run, first_step)
+    resuming()._clear_away(run, first_step, by_itself=by_itself)
     aside = tmp_path / "abandoned.attempt-0"
     left = {f"checkpoint-{step}" for step in (3, 6, 7, 8, 9) if step > first_step}
     assert {folder.name for folder in aside.iterdir()} == left

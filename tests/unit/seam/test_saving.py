@@ -6,6 +6,7 @@ import time
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,16 @@ from grpo.faults.failure import FailureRecord, JobFailed
 from grpo.faults.kinds import is_users
 from grpo.place.timeouts import Timeouts
 from grpo.seam import saving
+from grpo.seam.ordering import PromptOrder
+from grpo.seam.run import JobRun
 from grpo.seam.saving import reporting_a_full_disk
 from tests.support.made_up_checkpoints import make
+
+
+def saving_of(view: Any) -> saving.Saving:
+    """Of a rank without a watch."""
+    return saving.Saving(view, JobRun(view), PromptOrder(view, None))
+
 
 Usage = namedtuple("Usage", "total used free")
 PARTITION = "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.bin"
@@ -111,14 +120,14 @@ def test_a_save_that_failed_is_heard_once(tmp_path: Path) -> None:
     def wait() -> None:
         raise fail
 
-    trainer = saving.SavingTrainer.__new__(saving.SavingTrainer)
-    trainer._look_at_saving()
-    trainer._saving = SimpleNamespace(is_done=False, wait=wait)  # type: ignore[assignment]
-    trainer._look_at_saving()
-    trainer._saving.is_done = True  # type: ignore[misc]
+    saves = saving_of(None)
+    saves.look_at()
+    last = saves._last = SimpleNamespace(is_done=False, wait=wait)  # type: ignore[assignment]
+    saves.look_at()
+    last.is_done = True  # type: ignore[misc]
     with pytest.raises(OSError, match="went away"):
-        trainer._look_at_saving()
-    trainer._finish_saving()
+        saves.look_at()
+    saves.finish()
 
 
 @pytest.mark.parametrize(
@@ -134,8 +143,7 @@ def test_a_save_that_failed_is_heard_once(tmp_path: Path) -> None:
 def test_when_shards_are_all_of_the_weights(
     deepspeed: bool, only_model: bool, parts: bool, gathers: bool, expected: bool
 ) -> None:
-    trainer = saving.SavingTrainer.__new__(saving.SavingTrainer)
-    trainer.__dict__.update(
+    view = SimpleNamespace(
         is_deepspeed_enabled=deepspeed,
         args=SimpleNamespace(save_only_model=only_model),
         model=torch.nn.Linear(1, 1),
@@ -144,4 +152,7 @@ def test_when_shards_are_all_of_the_weights(
             zero_gather_16bit_weights_on_model_save=lambda: gathers,
         ),
     )
-    assert trainer._has_only_shards is expected
+    saves = saving_of(view)
+    assert not saves.writes_only_shards, "no checkpoint is written"
+    saves._is_saving = True
+    assert saves.writes_only_shards is expected

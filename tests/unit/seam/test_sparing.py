@@ -50,8 +50,8 @@ def asked(trainer: GRPOTrainer) -> list[str]:
 def test_a_batch_trains_on_the_first_groups_with_spread(seed: int, make: Make) -> None:
     trainer = make(replies, length, train_dataset=numbers(), config={**SPARE, "seed": seed})
     (line,) = steps_of(trainer)
-    assert trainer._sampler is not None
-    sampled = [f"{row}*7" for row in trainer._sampler.sampled_batch(0, 0)[::4]]
+    assert trainer._parts.order.sampler is not None
+    sampled = [f"{row}*7" for row in trainer._parts.order.sampler.sampled_batch(0, 0)[::4]]
     flat = [is_flat(text) for text in sampled]
     chosen = [sampled[number] for number in chosen_groups(np.array(flat), 2)]
     assert asked(trainer) == [text for text in chosen for _ in range(4)]
@@ -68,9 +68,9 @@ def test_each_batch_owns_its_groups_whatever_was_trained_before(make: Make) -> N
     config = {**SPARE, "max_steps": 3}
     trainer = make(replies, length, train_dataset=numbers(), config=config)
     steps_of(trainer)
-    assert trainer._sampler is not None
-    assert trainer._sampler.num_batches == 3
-    rows = [row for index in range(3) for row in trainer._sampler.sampled_batch(0, index)[::4]]
+    assert trainer._parts.order.sampler is not None
+    assert trainer._parts.order.sampler.num_batches == 3
+    rows = [row for index in range(3) for row in trainer._parts.order.sampler.sampled_batch(0, index)[::4]]
     assert sorted(rows) == [*range(12)]
 
 

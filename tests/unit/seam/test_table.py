@@ -12,7 +12,7 @@ from grpo.place.patches import deepspeed, stdlib, torch, trl, vllm
 from grpo.place.patches.patch import Patch, fits
 from grpo.place.patches.trl import SAMPLE_PRINTER
 from tests.support.installed import Libraries, NotThereError, source_of
-from tools.private_names import TABLE, PrivateName
+from tools.private_names import DOCUMENTED, TABLE, PrivateName
 
 PACKAGE = Path(grpo.__file__).parent
 FILES = {
@@ -40,8 +40,6 @@ TRAINERS = (
     "trl.trainer.base_trainer._BaseTrainer",
     "transformers.trainer.Trainer",
 )
-TRAINERS_OF_OURS = [*(PACKAGE / "seam").glob("*.py"), PACKAGE / "trainer.py"]
-VIEW = PACKAGE / "seam" / "view.py"
 
 
 def complaint(row: PrivateName, libraries: Libraries) -> str:
@@ -55,7 +53,7 @@ def complaint(row: PrivateName, libraries: Libraries) -> str:
     return ""
 
 
-IN_FILES = [row for row in TABLE if row.owner != IN_C]
+IN_FILES = [row for row in (*TABLE, *DOCUMENTED) if row.owner != IN_C]
 
 
 @pytest.mark.parametrize("row", IN_FILES, ids=str)
@@ -149,15 +147,16 @@ def test_every_private_name_that_is_imported_is_listed() -> None:
 
 def shared_with_trls() -> set[str]:
     """Names of `GRPOTrainer`'s own and of what it asks of itself; and what its parts see of it."""
-    used = {ast.unparse(node.target) for node in ast.walk(FILES[VIEW]) if isinstance(node, ast.AnnAssign)}
-    for path in TRAINERS_OF_OURS:
-        for node in ast.walk(FILES[path]):
-            if isinstance(node, ast.ClassDef) and node.name.endswith("Trainer"):
-                used |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-            if isinstance(node, ast.Attribute):
-                owner = ast.unparse(node.value)
-                if owner in ("self", "type(self)", "super()", "self._trainer"):
-                    used.add(node.attr)
+    (trainer,) = (node for node in FILES[PACKAGE / "trainer.py"].body if isinstance(node, ast.ClassDef))
+    used = {each.name for each in trainer.body if isinstance(each, ast.FunctionDef)}
+    owners = ("self", "super()", "self.trainer", "TRLTrainer")
+    for tree in (trainer, FILES[PACKAGE / "seam" / "view.py"]):
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(attr=name) if ast.unparse(node.value) in owners:
+                    used.add(name)
+                case ast.Call(func=ast.Name(id="trls"), args=[ast.Constant(value=name), *_]):
+                    used.add(name)
     return used
 
 
@@ -165,7 +164,7 @@ def test_what_the_trainers_share_with_trls_is_listed() -> None:
     """Public names too, and one of ours that TRL begins to use for something else."""
     libraries, used = Libraries(), shared_with_trls()
     theirs = set().union(*(libraries.scope(owner).own for owner in TRAINERS)) - {"__init__"}
-    of_trainers = {row.name for row in TABLE if row.owner in TRAINERS}
+    of_trainers = {row.name for row in (*TABLE, *DOCUMENTED) if row.owner in TRAINERS}
     assert used & theirs - of_trainers == set(), "used, and not in the table"
     assert of_trainers - used == set(), "in the table, and not used"
 

@@ -210,7 +210,7 @@ def test_losses_that_depend_on_the_grouping_keep_trls_order(
     options = {name: value for name, value in options.items() if name != "model"}
     trainer = make_trainer(models[family], tmp_path / "run", [], **options)
     trainer.close()
-    assert trainer._depends_on_grouping() is is_left
+    assert trainer._parts.trimming.depends_on_grouping() is is_left
 
 
 def test_a_loss_of_a_subclass_keeps_trls_order(
@@ -223,4 +223,4 @@ def test_a_loss_of_a_subclass_keeps_trls_order(
     use_scripted_engines(monkeypatch)
     trainer = make_trainer(tiny_model, tmp_path / "run", [], kind=MeanOfTokens)
     trainer.close()
-    assert trainer._depends_on_grouping()
+    assert trainer._parts.trimming.depends_on_grouping()

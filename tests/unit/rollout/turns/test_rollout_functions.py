@@ -373,7 +373,7 @@ def test_what_it_prints_is_its_own(make: Make) -> None:
         collected.append(out.getvalue())
 
     trainer = make(says_its_seed, tells_tokens_apart, rollout_func=in_its_way("generate", prints))
-    before, check = sys.stdout, trainer._watch.check
+    before, check = sys.stdout, trainer._parts.run.watch.check
 
     def checks() -> None:
         """What the main thread does while it waits."""
@@ -382,7 +382,7 @@ def test_what_it_prints_is_its_own(make: Make) -> None:
             goes_on.set()
         check()
 
-    trainer._watch.check = checks  # type: ignore[method-assign]
+    trainer._parts.run.watch.check = checks  # type: ignore[method-assign]
     trainer.train()
     assert collected == ["mine\n"] * 2
     assert sys.stdout is before

@@ -312,7 +312,7 @@ def test_a_failure_elsewhere_is_no_failure_of_a_tool_that_catches_everything(mak
             a: the one number
             b: the other
         """
-        failing = threading.Thread(target=trainer._watch.fail, args=["a fault elsewhere"])
+        failing = threading.Thread(target=trainer._parts.run.watch.fail, args=["a fault elsewhere"])
         try:
             failing.start()
             while True:
