@@ -6,7 +6,6 @@ transformers' that something is done around stands here once, with what is done 
 it are plain objects (`grpo.seam`).
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -23,15 +22,14 @@ from grpo.engine.client import EngineClient
 from grpo.engine.like import StartEngine
 from grpo.local_vllm import LocalVLLM
 from grpo.record.metrics import MetricsFile
+from grpo.record.timeline.records import SAVE
 from grpo.rollout.agents.rollout import AgentBatch
 from grpo.seam.evaluating import PREFIX
 from grpo.seam.lazy_vllm import TRLTrainer
 from grpo.seam.parts import Parts
 from grpo.seam.resuming import StepEnds
 from grpo.seam.saving import load_trained_adapter
-from grpo.seam.start import start
-
-_NOT_TRLS = ("self", "__class__", "prompt_order")  # of the variables with which our `__init__` begins
+from grpo.seam.start import own_args, start
 
 
 class GRPOTrainer(TRLTrainer):
@@ -65,19 +63,13 @@ class GRPOTrainer(TRLTrainer):
         environment_factory: Any = None,
         prompt_order: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in _NOT_TRLS}
-        if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            args = GRPOConfig(f"{name.split('/')[-1]}-GRPO")
-        if not isinstance(args, GRPOConfig):
-            raise TypeError(f"args is a {type(args).__module__}.GRPOConfig [GRPO-201]: import GRPOConfig from grpo")
-        arguments["args"] = args = copy.copy(args)  # some fields depend on where we are, and TRL sets others
+        arguments = dict(locals())  # as TRL takes them
+        del arguments["self"], arguments["__class__"], arguments["prompt_order"]
+        arguments["args"] = args = own_args(args, model)
         self._parts = parts = Parts(self, arguments, prompt_order)
         arguments["callbacks"] = [*(callbacks or []), MetricsFile(parts.records.beside_metrics), parts.screen]
         self._local = start(parts, arguments, super().__init__, self.start_engine)
         self.remove_callback(PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
-
-    # -- a training ---------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """As TRL's; a failure on any rank raises on every rank that can raise, with one record. Ends the process with
@@ -92,8 +84,8 @@ class GRPOTrainer(TRLTrainer):
             self._last_loaded_step = (
                 -1
             )  # TRL would leave out a second `train`'s first weight sync where both begin at a step
-            self.remove_callback(StepEnds)
-            self.add_callback(StepEnds(parts.run, self._begins, self._after_step))  # behind the user's
+            self.remove_callback(StepEnds)  # of an earlier `train`; it comes behind the user's
+            self.add_callback(StepEnds(parts.run, [parts.resuming.begins, parts.timing.begins], self._after_step))
             try:
                 if self._local is not None:
                     self._local.forget_sent()  # whatever happened to frozen weights since the last one
@@ -101,11 +93,6 @@ class GRPOTrainer(TRLTrainer):
             finally:
                 if self._local is not None:
                     self._local.drop_ahead()
-
-    def _begins(self) -> None:
-        """The model is wrapped, and a checkpoint is loaded."""
-        self._parts.resuming.begins()
-        self._parts.timing.begins()
 
     def _run_epoch(self, **kwargs: Any) -> None:
         self._parts.order.run_epoch(super()._run_epoch, **kwargs)
@@ -117,7 +104,7 @@ class GRPOTrainer(TRLTrainer):
         known = partial(self._parts.order.known, sampler_fn) if is_training else sampler_fn
         return super()._get_dataloader(*args, sampler_fn=known, is_training=is_training, **kwargs)
 
-    # -- sample and score ---------------------------------------------------------------------------------------------
+    # -- a step: sample, score, train ----------------------------------------------------------------------------------
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """A micro-batch, of a generation batch that is made where the last one is used up."""
@@ -177,9 +164,8 @@ class GRPOTrainer(TRLTrainer):
         self._parts.evaluation.add(rewards)
         return rewards
 
-    # -- train --------------------------------------------------------------------------------------------------------
-
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train on a micro-batch."""
         with self._parts.old_logprobs.in_training(inputs), self._parts.timing.forward():
             return super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -218,7 +204,7 @@ class GRPOTrainer(TRLTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         write = partial(super()._save_checkpoint, model, trial)
-        with self._parts.timing.saving():
+        with self._parts.timing.timeline.span(SAVE), self._parts.run.during("save"):
             self._parts.saving.save(Path(self._get_output_dir(trial=trial)), write)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -78,7 +78,7 @@ class EpisodesAhead:
     # -- environments ---------------------------------------------------------------------------------------------
 
     def _in_environments(self, number: int, rows: Sequence[Mapping[str, Any]]) -> Planned:
-        is_named = None not in self._factories  # then each row names its own
+        is_named = None not in self._view.environment_factories  # as TRL has one without a name (1.16)
         names = [row.get("environment") if is_named else None for row in rows]
         lent = self._lent[number] = [(name, self._borrow(name)) for name in names]
         for _, environment in lent:
@@ -111,12 +111,6 @@ class EpisodesAhead:
         for name, environments in mine.items():
             self._view.environment_pool[name][:0] = environments
 
-    @property
-    def _factories(self) -> Mapping[Any, Any]:
-        """By the names that rows give; of one factory alone by None, as TRL has it (1.16)."""
-        assert self._view.environment_factories is not None, "looked at before"
-        return self._view.environment_factories
-
     def _borrow(self, name: Any) -> Any:
         """One that no row has, or another one."""
         if (pool := self._view.environment_pool.get(name)) is None:
@@ -124,7 +118,7 @@ class EpisodesAhead:
             raise ValueError(f"a row has environment {name!r}, which is none of environment_factory: {known}")
         taken = {id(each) for each in self._view.environments or ()}
         free = next((place for place, each in enumerate(pool) if id(each) not in taken), None)
-        return self._factories[name]() if free is None else pool.pop(free)
+        return self._view.environment_factories[name]() if free is None else pool.pop(free)
 
     def _tokens(self, prompt: list[dict[str, Any]], tools: Sequence[Callable[..., Any]]) -> list[int]:
         """As TRL's `_tokenize_prompts` has them (1.16), of one row and in another thread."""

@@ -36,7 +36,7 @@ from grpo.record.profiling import ProfileSteps
 from grpo.record.progress import ProgressOnScreen
 from grpo.record.timeline.phases import Phases
 from grpo.record.timeline.recorder import Recorder
-from grpo.record.timeline.records import BACKWARD, FORWARD, OLD_LOGPROBS, OPTIMIZER, REFERENCE_LOGPROBS, SAVE
+from grpo.record.timeline.records import BACKWARD, FORWARD, OLD_LOGPROBS, OPTIMIZER, REFERENCE_LOGPROBS
 from grpo.record.timeline.usage import UsageSampler
 from grpo.seam.run import JobRun
 from grpo.seam.view import Batch, TrainerView
@@ -124,12 +124,6 @@ class Timing:
         own = self._view.model
         is_reference = model is self._view.ref_model or (is_peft_model(own) and _is_off(own))
         return self._phases.measured(REFERENCE_LOGPROBS if is_reference else OLD_LOGPROBS)
-
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """While a checkpoint is written."""
-        with self.timeline.span(SAVE), self._run.during("save"):
-            yield
 
     def after_step(self) -> None:
         self.timeline.step = self._view.state.global_step

@@ -7,7 +7,7 @@ stand the order of prompts (`ordering`), what is in a checkpoint (`saving`), and
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -233,17 +233,20 @@ class Resuming:
 
 
 class StepEnds(TrainerCallback):
-    """Brings the beginning of training, and the end of a step, to the trainer.
+    """Brings the end of a step to the trainer, and the beginning: the model is wrapped, and a checkpoint is loaded.
 
     Args:
         run: says whether training ends before its last step because somebody asked.
     """
 
-    def __init__(self, run: JobRun, begins: Callable[[], None], after_step: Callable[[TrainerControl], None]) -> None:
+    def __init__(
+        self, run: JobRun, begins: Sequence[Callable[[], None]], after_step: Callable[[TrainerControl], None]
+    ) -> None:
         self._run, self._begins, self._after_step = run, begins, after_step
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._begins()
+        for begin in self._begins:
+            begin()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._after_step(control)

@@ -94,12 +94,10 @@ class BatchRewards:
         self.is_chat = is_conversational({"prompt": prompts[0]})
         if len(self.inputs) != len(prompts):  # a subclass may ask for completions alone
             return _with_messages(generate(prompts))
-        groups = self._groups(len(prompts))
-        self.scoring.begin(self._rows(self.inputs, prompts), groups)
+        self.scoring.begin(self._rows(self.inputs, prompts), self._groups(len(prompts)))
         generated = _with_messages(generate(prompts))
         _, completion_ids, _, completions, _, more, *_ = generated
-        rows = self._rows(_with_fields(self.inputs, more), prompts)
-        self.scoring.start(rows, completions, completion_ids, groups, refused=self._view.engines.refused_rows)
+        self._start(self._rows(_with_fields(self.inputs, more), prompts), completions, completion_ids)
         return generated
 
     def calculate(
@@ -110,9 +108,8 @@ class BatchRewards:
         refused = self._view.engines.refused_rows
         rows, functions = self._rows(inputs, prompts), self._view.reward_funcs
         if not self.scoring.is_of(functions, rows, completions, completion_ids):  # of a subclass, or changed
-            groups = self._groups(len(prompts))
-            self.scoring.begin(rows, groups)
-            self.scoring.start(rows, completions, completion_ids, groups, refused=refused)
+            self.scoring.begin(rows, self._groups(len(prompts)))
+            self._start(rows, completions, completion_ids)
         args, self._compares, compares = self._view.args, False, self._compares
         if compares and args.overlap_rewards and args.check_rewards:
             self._compare_threads()
@@ -125,6 +122,10 @@ class BatchRewards:
         if refused is not None:
             rewards[self._view.accelerator.gather(torch.tensor(refused, device=rewards.device))] = torch.nan
         return rewards
+
+    def _start(self, rows: Rows, completions: Any, completion_ids: Any) -> None:
+        groups, refused = self._groups(len(rows)), self._view.engines.refused_rows
+        self.scoring.start(rows, completions, completion_ids, groups, refused=refused)
 
     def leave_out_refused(self, scored: Batch) -> None:
         """Rows whose prompts no engine took are not trained on. Collective where there are any."""

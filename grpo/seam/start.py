@@ -1,5 +1,6 @@
 """How a trainer starts: its place in the job, this node's engines beside TRL's own `__init__`, then both together."""
 
+import copy
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -47,6 +48,20 @@ from grpo.weights.trained import TrainedModel
 
 Arguments = dict[str, Any]
 """Of TRL's trainer, by name."""
+
+
+def own_args(args: GRPOConfig | None, model: "str | PreTrainedModel") -> GRPOConfig:
+    """The trainer's copy of its arguments: some fields depend on where it is, and TRL sets others.
+
+    Raises:
+        TypeError: they are another library's.
+    """
+    if args is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        args = GRPOConfig(f"{name.split('/')[-1]}-GRPO")
+    if not isinstance(args, GRPOConfig):
+        raise TypeError(f"args is a {type(args).__module__}.GRPOConfig [GRPO-201]: import GRPOConfig from grpo")
+    return copy.copy(args)
 
 
 def start(parts: Parts, arguments: Arguments, init: Callable[..., None], start_engine: StartEngine) -> LocalVLLM | None:
@@ -110,12 +125,11 @@ def _start_local(parts: Parts, arguments: Arguments, init: Callable[..., None], 
         choice = choose_lora(named, adapted, bits, args, has_gpus=bool(topology.devices))
         name = named if isinstance(named, str) else named.config._name_or_path or type(named).__name__
         _open_run(parts, arguments, topology, watch, name)
-        first = FirstRow()
+        firsts: list[FirstRow] = []
 
         def try_first() -> list[int]:  # on rank 0; ordinary text, of which a verification takes no more
-            nonlocal first
-            first = try_first_row(arguments)
-            return first.text[:TEXT_TOKENS]
+            firsts.append(try_first_row(arguments))
+            return firsts[0].text[:TEXT_TOKENS]
 
         text = run.groups.by_rank_zero(try_first, list[int])
         say(*what_runs_where(topology, output_dir, model=name))
@@ -163,8 +177,8 @@ def _start_local(parts: Parts, arguments: Arguments, init: Callable[..., None], 
             autocast=view.accelerator.autocast,
             pictures=pictures.find(text),
         )
-        if first.reward_loop is not None:  # what asynchronous rewards keep belongs to the loop in which they ran first
-            view.async_loop = first.reward_loop
+        if firsts and firsts[0].reward_loop is not None:  # what asynchronous rewards keep belongs to their first loop
+            view.async_loop = firsts[0].reward_loop
         local = view.engines = LocalVLLM(
             args,
             engines,

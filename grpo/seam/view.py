@@ -46,7 +46,7 @@ class TrainerView:
     tools: Sequence[Any] = trls("tools")
     rollout_func: Any = trls("rollout_func")
     environments: Sequence[Any] | None = trls("environments")
-    environment_factories: Mapping[Any, Any] | None = trls("environment_factories")
+    environment_factories: Any = trls("environment_factories")
     environment_pool: dict[Any, list[Any]] = trls("_environment_pool")
     """By their factory's name those that are reused."""
     reward_funcs: list[Any] = trls("reward_funcs")
