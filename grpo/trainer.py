@@ -170,11 +170,12 @@ class GRPOTrainer(TRLTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        parts, score = self._parts, super()._get_per_token_logps_and_entropies
+        parts = self._parts
         if parts.old_logprobs.leaves_out(model):
             return None, None, None
         with parts.timing.scoring(model):
-            found = parts.pictures.score(score, model, *args, **kwargs)
+            passes = parts.pictures if parts.pictures.are_taken else parts.trimming
+            found = passes.score(super()._get_per_token_logps_and_entropies, model, *args, **kwargs)
         if (batch := parts.old_logprobs.first_scored()) is not None:
             parts.old_logprobs.note(batch, found[0].detach())
             parts.guard.note(batch, found[0].detach())

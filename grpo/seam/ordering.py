@@ -94,11 +94,7 @@ class PromptOrder:
         """In the place of TRL's."""
         args = self._view.args
         self.sampler = GenerationSampler(
-            rows,
-            shuffle=args.shuffle_dataset,
-            spare_groups=args.spare_groups,
-            order=self._order,
-            **self._batch_layout,
+            rows, shuffle=args.shuffle_dataset, spare_groups=args.spare_groups, order=self._order, **self._batch_layout
         )
         return self.sampler
 

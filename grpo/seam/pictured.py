@@ -158,8 +158,7 @@ class Pictures:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """TRL's log-probabilities and entropies. Each forward pass has an image, so that all ranks gather the same
         weights, and towers have a gradient on all; and it is as wide as its rows, where padding is trimmed."""
-        if self._stand_in is None:
-            return self._trimming.score(call, model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        assert self._stand_in is not None, "prompts have images"
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         given = {name: value for name, value in kwargs.items() if value is not None}
         rows = split_pixel_values_by_grid({"input_ids": input_ids, "attention_mask": attention_mask, **given})

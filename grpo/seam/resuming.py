@@ -42,12 +42,7 @@ class Resuming:
     """
 
     def __init__(
-        self,
-        view: TrainerView,
-        run: JobRun,
-        order: PromptOrder,
-        saving: Saving,
-        cut: Callable[[RunFolder, int], None],
+        self, view: TrainerView, run: JobRun, order: PromptOrder, saving: Saving, cut: Callable[[RunFolder, int], None]
     ) -> None:
         self._view, self._run, self._order, self._saving, self._cut = view, run, order, saving, cut
         self._sound: CompleteCheckpoint | None = None

@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 ODD_NORMS = 3  # in a row, until a warning
 MAX_NAMED = 5
+SAMPLING: tuple[str, ...] = ("generation_batch_size", "num_generations", "steps_per_generation", "num_iterations")
+SAMPLING += ("gradient_accumulation_steps", "seed", "spare_groups")
 BYTES_PER_PARAMETER = 16  # weights, and master weights and two moments in float32; 14 where weights are bfloat16
 WORDS_OF_A_FULL_DISK = ("inline_container", "iostream error", "No space left")
 """Torch's writer's (2.13), two of them, and safetensors': by the time they are read another rank may have made
@@ -50,15 +52,7 @@ NEARLY_FULL_BYTES = 2**24  # a write of torch's that failed with so little left 
 
 def sampling_of(args: Any) -> dict[str, int]:
     """The settings that say which prompts come at which step."""
-    return {
-        "generation_batch_size": args.generation_batch_size,
-        "num_generations": args.num_generations,
-        "steps_per_generation": args.steps_per_generation,
-        "num_iterations": args.num_iterations,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "seed": args.seed,
-        "spare_groups": args.spare_groups,
-    }
+    return {name: getattr(args, name) for name in SAMPLING}
 
 
 class Saving:
