@@ -81,9 +81,7 @@ class GRPOTrainer(TRLTrainer):
         """
         train, parts = super().train, self._parts
         with parts.run.guarded("train"), parts.run.recording_failures(self.args.output_dir), closing(parts.screen):
-            self._last_loaded_step = (
-                -1
-            )  # TRL would leave out a second `train`'s first weight sync where both begin at a step
+            self._last_loaded_step = -1  # else TRL leaves out the first weight sync of a second `train`
             self.remove_callback(StepEnds)  # of an earlier `train`; it comes behind the user's
             self.add_callback(StepEnds(parts.run, [parts.resuming.begins, parts.timing.begins], self._after_step))
             try:

@@ -42,7 +42,7 @@ IN_SENTENCE = {
     "long-tail": "for completions, the longest of which have 10 times the mean: set generation_lookahead to 4.",
     "slow-reward": "most of it accuracy",
     "drift": "The engines of node 1 drifted away from the trainer (1 warning, log-probabilities up to 0.09 nats apart)",
-    "failed": "1 of 2 attempts failed (node 1, weight sync)",
+    "failed": "1 of 2 attempts failed (node 1, sync)",
 }
 
 
