@@ -151,7 +151,7 @@ class GRPOTrainer(TRLTrainer):
     def _tool_call_loop(self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, *rest: Any) -> Any:
         if self._local is None:
             return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *rest)
-        return self._parts.episodes.talked(completions)
+        return self._parts.episodes.taken(completions)
 
     def _calculate_rewards(self, *batch: Any) -> torch.Tensor:
         """Score."""

@@ -73,7 +73,7 @@ class _TrainersTemplate:
 class Episodes:
     """A rank's episodes with the node's engines, which it may ask as often as it likes.
 
-    TRL keeps its `tools` and calls its tool loop, which is given what was talked: tools decide on chat template, schema
+    TRL keeps its `tools` and calls its tool loop, which is given the episodes: tools decide on chat template, schema
     and metrics, and TRL's way for a `rollout_func` has no images (1.16).
 
     Args:
@@ -223,7 +223,7 @@ class Episodes:
         for pool in self._view.environment_pool.values():
             pool[:] = [each for each in pool if not any(each is other for other in hanging)]  # TRL makes others
 
-    def talked(self, completions: Any) -> Any:
+    def taken(self, completions: Any) -> Any:
         """What TRL's tool loop returns, of episodes that the first turn was a part of."""
         episodes, tools = self._view.engines.last_episodes
         assert tools is not None, "they were had"

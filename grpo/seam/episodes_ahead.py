@@ -18,7 +18,6 @@ from grpo.faults.users_code import own_streams
 from grpo.rollout.agents.rollout import AgentBatch, AgentRollout
 from grpo.rollout.turns.declared import may_run_in_threads
 from grpo.rollout.turns.environments import Home, home_of
-from grpo.rollout.turns.episode import Episode
 from grpo.rollout.turns.rollouts import EpisodeRow, Planned
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.tools import Toolbox, ToolRunner
@@ -43,7 +42,7 @@ class EpisodesAhead:
         *,
         tools: Sequence[Callable[..., Any]],
         func: Callable[..., dict[str, Any]] | None,
-        start: "Callable[[Sequence[EpisodeRow], Sampler, ToolRunner], Future[list[Talk]]]",
+        start: "Callable[[Sequence[EpisodeRow], Sampler, ToolRunner], Future[list[Episode]]]",
         agent_batch: Callable[[Sequence[Any], Sequence[Any], Sampler], AgentBatch],
     ) -> None:
         self._view, self._order, self._tools, self._func = view, order, tools, func
