@@ -18,6 +18,7 @@ from grpo.faults.users_code import own_streams
 from grpo.rollout.agents.rollout import AgentBatch, AgentRollout
 from grpo.rollout.turns.declared import may_run_in_threads
 from grpo.rollout.turns.environments import Home, home_of
+from grpo.rollout.turns.episode import Episode
 from grpo.rollout.turns.rollouts import EpisodeRow, Planned
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.tools import Toolbox, ToolRunner
