@@ -10,7 +10,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _MARK = "_grpo_scores_each"
 
 
-def scores_each(unit: Unit) -> Callable[[Function], Function]:
+def scores_each(unit: Unit, *, ahead: bool = False) -> Callable[[Function], Function]:
     """Declare that a reward function scores each completion, or each group, independently of all others.
 
     It then starts while other completions are still sampled, and is called with as many completions as there are: lists
@@ -25,6 +25,9 @@ def scores_each(unit: Unit) -> Callable[[Function], Function]:
         unit: "completion", or "group" for the completions of one prompt; where a group lies on several ranks, those
             that the rank has, as in TRL.
 
+        ahead: with `generation_lookahead`, score completions of later batches as well, while the ranks train.
+            `trainer_state` is then a copy, whose `global_step` is that of the step that will train on them.
+
     Raises:
         ValueError: for another word.
         TypeError: the function cannot be marked, such as a method of an object: mark it where its class defines it.
@@ -34,7 +37,7 @@ def scores_each(unit: Unit) -> Callable[[Function], Function]:
 
     def declare(func: Function) -> Function:
         try:
-            setattr(func, _MARK, (unit, func))
+            setattr(func, _MARK, (unit, ahead, func))
         except AttributeError as error:
             raise TypeError(f"scores_each cannot mark {func!r}: mark the function that it is made of") from error
         return func
@@ -42,15 +45,15 @@ def scores_each(unit: Unit) -> Callable[[Function], Function]:
     return declare
 
 
-def unit_of(func: Any) -> Unit | None:
-    """What was declared; None: the function may look at the whole batch.
+def declared_of(func: Any) -> tuple[Unit | None, bool]:
+    """Its unit, None where the function may look at the whole batch, and whether it scores batches ahead.
 
     Of this very function: `functools.wraps` copies a mark to what is wrapped around it, and may normalise.
     """
     while isinstance(func, functools.partial) and _MARK not in vars(func):
         func = func.func
     for marked in (func, getattr(func, "__func__", None), inspect.getattr_static(type(func), "__call__", None)):
-        unit, owner = getattr(marked, _MARK, (None, None))
+        unit, ahead, owner = getattr(marked, _MARK, (None, False, None))
         if owner is marked and marked is not None:
-            return unit
-    return None
+            return unit, ahead
+    return None, False

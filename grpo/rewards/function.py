@@ -10,7 +10,7 @@ from grpo.faults.users_code import exits_as_errors, noticing_main_thread, own_st
 from grpo.faults.watch import FailureWatch
 from grpo.record.timeline.recorder import Recorder
 from grpo.record.timeline.records import SCORE
-from grpo.rewards.declared import unit_of
+from grpo.rewards.declared import declared_of
 
 PHASE = "reward"
 
@@ -28,7 +28,7 @@ class RewardFunction:
     ) -> None:
         self.name = get_callable_name(func)
         self.is_async = is_async_callable(func)
-        self.unit = unit_of(func)
+        self.unit, self.scores_ahead = declared_of(func)
         self.runs_beside = beside
         self._func, self._watch, self._timeline = func, watch, timeline
         cause = f"reward function {self.name} has not returned within {timeout_s:g} s (reward_timeout) [GRPO-607]"

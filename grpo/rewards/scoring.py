@@ -1,6 +1,7 @@
 """A rank's rewards, from when a completion is there to when TRL asks for them."""
 
 import asyncio
+import copy
 import threading
 import time
 from collections import defaultdict
@@ -73,6 +74,7 @@ class Scoring:
             for func in self.funcs
         ]
         self._worker: Worker | None = None
+        self._is_ahead = False
         self._lock = threading.Lock()
         self._rows: Rows | None = None
         self._kept: list[int] = []
@@ -104,6 +106,20 @@ class Scoring:
         """Whether a function has something to do before all completions are there."""
         return any(function.unit is not None and function.runs_beside for function in self._own())
 
+    @property
+    def starts_ahead(self) -> bool:
+        """Whether a function may score completions of a batch that training has not asked for."""
+        return any(function.scores_ahead and function.runs_beside for function in self._own())
+
+    def of_batch_ahead(self, rows: Rows, groups: Sequence[Sequence[int]]) -> "Scoring":
+        """The same functions and their thread, for a batch that training has not asked for; it has begun."""
+        self._worker = self._worker or Worker("grpo-rewards", self.prepare)
+        other = copy.copy(self)
+        other._is_ahead, other._lock = True, threading.Lock()
+        other._calls, other._queued, other._arrived = defaultdict(list), {}, set()
+        other._rows, other._groups, other._kept = rows, groups, []
+        return other
+
     # -- a batch --------------------------------------------------------------------------------------------------
 
     def begin(self, rows: Rows, groups: Sequence[Sequence[int]]) -> None:
@@ -123,7 +139,7 @@ class Scoring:
             self._rows.completions[row], self._rows.completion_ids[row] = completion, [*token_ids]
             self._arrived.add(row)
             for function in self._own():
-                if function.runs_beside and function.unit is not None:
+                if function.runs_beside and (function.scores_ahead if self._is_ahead else function.unit is not None):
                     unit = self._unit_of(function, row)
                     if self._arrived.issuperset(unit):
                         self._submit(function, unit)

@@ -15,9 +15,9 @@ from grpo.model.messages import MessageTemplate
 from grpo.place.log import EVERY_RANK, LOGS_FOLDER, log_name
 from grpo.rollout.agents.rollout import AgentBatch, AgentRollout
 from grpo.rollout.turns.environments import in_their_threads
-from grpo.rollout.turns.episode import Episode, EpisodeLimits
+from grpo.rollout.turns.episode import EpisodeLimits
 from grpo.rollout.turns.main_calls import MainThread
-from grpo.rollout.turns.rollouts import EpisodeRow, Rollouts, as_trl_takes_them
+from grpo.rollout.turns.rollouts import EpisodeRow, OnEnd, Rollouts, as_trl_takes_them
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.tools import Message, ToolRunner
 from grpo.seam.episodes_ahead import EpisodesAhead, methods, toolbox
@@ -94,7 +94,7 @@ class Episodes:
         self._agent_template: MessageTemplate | None = None
         self._resetting = contextlib.ExitStack()
         self._ahead = EpisodesAhead(
-            view, order, tools=tools, func=func, start=self._start, agent_batch=self.agent_batch
+            view, order, rewards, tools=tools, func=func, start=self._start, agent_batch=self.agent_batch
         )
 
     @functools.cached_property
@@ -102,7 +102,8 @@ class Episodes:
         """What makes several turns of a prompt, or calls a rollout function, or brings each completion to rewards that
         wait for it; None where a rank's completions come all at once. Once TRL has made the trainer."""
         func, args, is_early = self._func, self._view.args, self._rewards.scoring.starts_early
-        comes_at_once = not is_early or args.generation_lookahead or args.balances_nodes
+        is_ahead = self._rewards.scoring.starts_ahead
+        comes_at_once = not (is_ahead if args.generation_lookahead else is_early) or args.balances_nodes
         if comes_at_once and not self._view.tools and func is None:
             return None
         return Rollouts(
@@ -120,7 +121,7 @@ class Episodes:
             template=_TrainersTemplate(self._view, self._rewards),
             rows_of=lambda prompts: [self._row(row, ids) for row, ids in enumerate(prompts)],
             planned=self._ahead.planned,
-            on_end=self._add_reward if is_early and not args.generation_lookahead else None,
+            on_end=self._on_end,
             loop=self._view.async_loop,
             func=func if isinstance(func, AgentRollout) else None,
         )
@@ -131,20 +132,23 @@ class Episodes:
     def _prepare(self) -> None:
         use_device(self._view.accelerator.device)
 
-    def _start(self, rows: Sequence[EpisodeRow], sampler: Sampler, tools: ToolRunner) -> Any:
+    def _start(self, rows: Sequence[EpisodeRow], on_end: OnEnd | None, sampler: Sampler, tools: ToolRunner) -> Any:
         assert self.rollouts is not None, "they were planned"
-        return self.rollouts.start(rows, sampler, tools)
+        return self.rollouts.start(rows, on_end, sampler, tools)
+
+    def _on_end(self) -> OnEnd | None:
+        scoring = self._rewards.scoring
+        return (
+            partial(self._rewards.add, scoring)
+            if scoring.starts_early and not self._view.args.generation_lookahead
+            else None
+        )
 
     def _row(self, row: int, token_ids: list[int]) -> EpisodeRow:
         """Of the batch that is being made; tools as TRL finds them (1.16)."""
         environments = self._view.environments
         tools = [*self._tools, *(methods(environments[row]) if environments else ())]
         return EpisodeRow.of(token_ids, toolbox(tools) if self._view.tools else None, tools)
-
-    def _add_reward(self, row: int, episode: Episode) -> None:
-        if episode.refusal is None:
-            completion = episode.messages if self._rewards.is_chat else episode.messages[0]["content"]
-            self._rewards.scoring.add(row, completion, episode.token_ids)
 
     @property
     def _limits(self) -> EpisodeLimits:

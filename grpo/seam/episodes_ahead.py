@@ -19,10 +19,11 @@ from grpo.rollout.agents.rollout import AgentBatch, AgentRollout
 from grpo.rollout.turns.declared import may_run_in_threads
 from grpo.rollout.turns.environments import Home, home_of
 from grpo.rollout.turns.episode import Episode
-from grpo.rollout.turns.rollouts import EpisodeRow, Planned
+from grpo.rollout.turns.rollouts import EpisodeRow, OnEnd, Planned
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.tools import Toolbox, ToolRunner
 from grpo.seam.ordering import PromptOrder
+from grpo.seam.scoring import BatchRewards
 from grpo.seam.view import TrainerView
 
 
@@ -40,13 +41,14 @@ class EpisodesAhead:
         self,
         view: TrainerView,
         order: PromptOrder,
+        rewards: BatchRewards,
         *,
         tools: Sequence[Callable[..., Any]],
         func: Callable[..., dict[str, Any]] | None,
-        start: "Callable[[Sequence[EpisodeRow], Sampler, ToolRunner], Future[list[Episode]]]",
+        start: "Callable[[Sequence[EpisodeRow], OnEnd | None, Sampler, ToolRunner], Future[list[Episode]]]",
         agent_batch: Callable[[Sequence[Any], Sequence[Any], Sampler], AgentBatch],
     ) -> None:
-        self._view, self._order, self._tools, self._func = view, order, tools, func
+        self._view, self._order, self._rewards, self._tools, self._func = view, order, rewards, tools, func
         self._start, self._agent_batch = start, agent_batch
         self._lent: dict[int, list[tuple[Any, Any]]] = {}
         """By the number of the batch: name and environment of each row."""
@@ -56,16 +58,24 @@ class EpisodesAhead:
         if self._func is None and self._view.environment_factories is None:
             if (prompts := self._order.prompts_of_batch(number)) is None:
                 return None
-            box = toolbox(self._tools)
-            return self._of_episodes([EpisodeRow.of(ids, box, self._tools) for ids in prompts], lambda: prompts)
+            box = toolbox(self._tools) if self._tools else None
+            on_end = self._rewards.begin_ahead(number, partial(self._order.rows_of_batch, number))
+            return self._of_episodes(
+                [EpisodeRow.of(ids, box, self._tools) for ids in prompts],
+                on_end,
+                lambda: prompts,
+                drop=partial(self._rewards.drop_ahead, number),
+            )
         if (rows := self._order.rows_of_batch(number)) is None:
             return None
         if self._func is not None:
             return self._of_function(self._func, rows)
         return self._in_environments(number, rows)
 
-    def _of_episodes(self, rows: Sequence[EpisodeRow], asked: Callable[[], Any], **more: Any) -> Planned:
-        return Planned(num_rows=len(rows), start=partial(self._start, rows), asked=asked, **more)
+    def _of_episodes(
+        self, rows: Sequence[EpisodeRow], on_end: OnEnd | None, asked: Callable[[], Any], *, drop: Callable[[], object]
+    ) -> Planned:
+        return Planned(num_rows=len(rows), start=partial(self._start, rows, on_end), asked=asked, drop=drop)
 
     def _of_function(self, func: Callable[..., dict[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Planned:
         prompts, trainer = [row["prompt"] for row in rows], self._view.trainer
@@ -99,6 +109,7 @@ class EpisodesAhead:
 
         return self._of_episodes(
             [of_row(row) for row in range(len(rows))],
+            None,  # rewards ask environments when they are where the trainer has them
             lambda: [prompts[row] for row in range(len(rows))],
             drop=partial(self._lent.pop, number, None),
         )

@@ -1,6 +1,7 @@
 """Rewards of a batch, which begin when their completions are there."""
 
 import contextlib
+import copy
 import inspect
 import logging
 from collections import defaultdict
@@ -17,12 +18,15 @@ from grpo.record.timeline.records import SCORE
 from grpo.rewards.batch import Rows
 from grpo.rewards.scoring import Scoring
 from grpo.rollout.turns.environments import home_of
+from grpo.rollout.turns.episode import Episode
+from grpo.rollout.turns.rollouts import OnEnd
 from grpo.seam.observing import Timing
 from grpo.seam.run import JobRun
 from grpo.seam.view import Batch, TrainerView
 
 _log = logging.getLogger(__name__)
 
+Inputs = Sequence[Mapping[str, Any]]
 Generate = Callable[[list[Any]], Sequence[Any]]
 """TRL's `_generate`: of prompts what it calls prompt ids, completion ids, mask, completions and so on."""
 
@@ -49,6 +53,8 @@ class BatchRewards:
         self._compares = True
         """Until functions were called beside the main thread and in it."""
         self._scoring: Scoring | None = None
+        self._ahead: dict[int, Scoring] = {}
+        """By its number of each batch whose completions are scored before training asks for it."""
 
     @property
     def scoring(self) -> Scoring:
@@ -94,11 +100,42 @@ class BatchRewards:
         self.is_chat = is_conversational({"prompt": prompts[0]})
         if len(self.inputs) != len(prompts):  # a subclass may ask for completions alone
             return _with_messages(generate(prompts))
-        self.scoring.begin(self._rows(self.inputs, prompts), self._groups(len(prompts)))
+        ahead = self._ahead.pop(self._view.batch_number, None) if self._view.mode == "train" else None
+        if ahead is not None and ahead.scores(self._view.reward_funcs):
+            self.scoring.drop()
+            self._scoring = ahead
+        else:
+            self.scoring.begin(self._rows(self.inputs, prompts), self._groups(len(prompts)))
         generated = _with_messages(generate(prompts))
         _, completion_ids, _, completions, _, more, *_ = generated
         self._start(self._rows(_with_fields(self.inputs, more), prompts), completions, completion_ids)
         return generated
+
+    def begin_ahead(self, number: int, read: Callable[[], Inputs | None]) -> OnEnd | None:
+        """Score completions of the batch with this number as they come; None where no function does.
+
+        Args:
+            read: gives this rank's rows of it.
+        """
+        if not self.scoring.starts_ahead or (inputs := read()) is None:
+            return None
+        view, state = self._view, copy.copy(self._view.state)
+        steps = (number - view.batch_number) * view.steps_per_batch // view.args.gradient_accumulation_steps
+        state.global_step += steps
+        rows = Rows(inputs, [row["prompt"] for row in inputs], None, state)
+        scoring = self._ahead[number] = self.scoring.of_batch_ahead(rows, self._groups(len(rows)))
+        return partial(self.add, scoring)
+
+    def drop_ahead(self, number: int) -> None:
+        """Training will not ask for the batch with this number."""
+        if (scoring := self._ahead.pop(number, None)) is not None:
+            scoring.drop()
+
+    def add(self, scoring: Scoring, row: int, episode: Episode) -> None:
+        """An episode has ended. From any thread."""
+        if episode.refusal is None:
+            completion = episode.messages if self.is_chat else episode.messages[0]["content"]
+            scoring.add(row, completion, episode.token_ids)
 
     def calculate(
         self, call: Callable[..., torch.Tensor], inputs: Any, prompts: Any, completions: Any, completion_ids: Any

@@ -302,7 +302,7 @@ def texts() -> Iterator[str]:
 
 
 def test_the_table_of_metrics_has_every_metric() -> None:
-    areas = "rollout|engine|sync|startup|run|sampling"
+    areas = "rollout|engine|weight_sync|startup|run|sampling"
     ours = re.compile(rf"(?:{areas})/[a-z_/]+")
     logged = {text for text in texts() if ours.fullmatch(text)}
     section = (ROOT / "docs" / "metrics.md").read_text().partition("| metric |")[2].partition("\n\n")[0]

@@ -12,6 +12,9 @@ from grpo.rollout.turns.episode import Episode, EpisodeLimits, Template, run_epi
 from grpo.rollout.turns.sampler import Sampler
 from grpo.rollout.turns.tools import Toolbox, ToolRunner
 
+OnEnd = Callable[[int, Episode], None]
+"""Called with each episode that has ended, and its row."""
+
 
 class ClosableFunction(Protocol):
     """A rollout function that has threads, as `AgentRollout`."""
@@ -70,7 +73,7 @@ class Rollouts:
         rows_of: the rows whose prompts have these token ids, of the batch that is being made.
         planned: episodes of the generation batch with a number, which begin before training asks for them; None,
             on every rank, where training ends before it.
-        on_end: hears of each episode that has ended, by its row, from the event loop.
+        on_end: gives what `start` takes, of the batch that is being made.
         func: that function, where it names what it waits for (`pending`) and has threads to end (`close`).
         loop: the event loop to have them in, that of asynchronous tools; None: one of their own.
     """
@@ -85,7 +88,7 @@ class Rollouts:
         template: Template,
         rows_of: Callable[[Sequence[list[int]]], Sequence[EpisodeRow]],
         planned: Callable[[int], Planned | None] = lambda number: None,
-        on_end: Callable[[int, Episode], None] | None,
+        on_end: Callable[[], OnEnd | None] = lambda: None,
         loop: asyncio.AbstractEventLoop | None,
         func: ClosableFunction | None = None,
     ) -> None:
@@ -94,12 +97,15 @@ class Rollouts:
         self._own_loop: asyncio.AbstractEventLoop | None = None
         self.rows_of, self.planned = rows_of, planned
         self._limits, self._template = limits, template
-        self._on_end, self._loop, self._func = on_end, loop, func
+        self.on_end, self._loop, self._func = on_end, loop, func
 
-    def start(self, rows: Sequence[EpisodeRow], sampler: Sampler, tools: ToolRunner) -> "Future[list[Episode]]":
+    def start(
+        self, rows: Sequence[EpisodeRow], on_end: OnEnd | None, sampler: Sampler, tools: ToolRunner
+    ) -> "Future[list[Episode]]":
         """Begin; the future ends with an episode for each of the rank's rows, or with what one has raised.
 
         Args:
+            on_end: called from the event loop.
             tools: of this batch alone.
         """
         limits = self._limits.under(sampler.sampling)
@@ -118,8 +124,8 @@ class Rollouts:
                 )
             finally:
                 tools.turnstile.leave(number)
-            if self._on_end is not None:
-                self._on_end(number, episode)
+            if on_end is not None:
+                on_end(number, episode)
             return episode
 
         async def hold_all() -> list[Episode]:

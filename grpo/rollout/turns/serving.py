@@ -130,10 +130,8 @@ class RankEpisodes:
         Raises:
             RuntimeError: those that began before training asked for them are of other prompts.
         """
-        rows = self._rollouts.rows_of(prompts)
-        live = self._take(
-            Planned(num_rows=len(prompts), start=partial(self._rollouts.start, rows), asked=lambda: [*prompts]),
-        )
+        start = partial(self._rollouts.start, self._rollouts.rows_of(prompts), self._rollouts.on_end())
+        live = self._take(Planned(num_rows=len(prompts), start=start, asked=lambda: [*prompts]))
         return live.result, live.tools, self._taken(live)
 
     def roll_out(

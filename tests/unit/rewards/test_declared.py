@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo import scores_each
-from grpo.rewards.declared import unit_of
+from grpo.rewards.declared import declared_of
 from tests.support.reward_batches import PATIENCE_S, TEXTS, MakeBatch, Scorer, length, length_later
 
 
@@ -101,9 +101,9 @@ def test_what_a_dropped_batch_brings_counts_for_nothing(batch_of: MakeBatch) -> 
 
 
 def test_what_can_be_declared() -> None:
-    assert unit_of(scores_each("group")(functools.partial(length))) == "group"
-    assert unit_of(functools.partial(scores_each("completion")(Scorer()))) == "completion"
-    assert unit_of(length) is None
+    assert declared_of(scores_each("group")(functools.partial(length))) == ("group", False)
+    assert declared_of(functools.partial(scores_each("completion")(Scorer()))) == ("completion", False)
+    assert declared_of(length) == (None, False)
 
     class Judge:
         @scores_each("completion")
@@ -120,7 +120,11 @@ def test_what_can_be_declared() -> None:
     def normalised(completions: list[str], **_: Any) -> list[float]:
         return [each - 1 for each in judge(completions)]
 
-    assert (unit_of(Judge()), unit_of(Judge().best), unit_of(normalised)) == ("completion", "group", None)
+    assert (declared_of(Judge())[0], declared_of(Judge().best)[0], declared_of(normalised)[0]) == (
+        "completion",
+        "group",
+        None,
+    )
     with pytest.raises(TypeError, match="mark the function that it is made of"):
         scores_each("group")(Judge().best)
     with pytest.raises(ValueError, match="scores_each\\('batch'\\)"):

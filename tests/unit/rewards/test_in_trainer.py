@@ -2,12 +2,14 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import trl
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from grpo import GRPOTrainer, scores_each
 from grpo.rewards.scoring import Scoring
@@ -62,6 +64,57 @@ def test_lookahead_keeps_its_way_with_declared_ones(make: Make) -> None:
     assert curve(make(speaks, declared("completion", length), config=ahead)) == curve(
         make(speaks, length, config=ahead)
     )
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["thread", "event loop"])
+def test_a_function_that_may_scores_the_next_batch_before_the_step_ends(make: Make, is_async: bool) -> None:
+    scored, found = threading.Semaphore(0), Counter[int]()
+
+    def score(completions: list[Any], trainer_state: Any, log_metric: Any, **_: Any) -> list[float]:
+        found[trainer_state.global_step] += len(completions)
+        log_metric("scored", 1.0)
+        scored.release(len(completions))
+        return length(completions)
+
+    async def score_later(**columns: Any) -> list[float]:
+        return score(**columns)
+
+    class Waits(TrainerCallback):
+        """In the main thread, before the step's end: for all rewards of the batch that follows."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step < state.max_steps:
+                mine = 8 if state.global_step == 1 else 0
+                assert all(scored.acquire(timeout=PATIENCE_S) for _ in range(mine + 8))
+
+    func, config = score_later if is_async else score, {"generation_lookahead": 1, "max_steps": 4}
+    plain = curve(make(speaks, func, config=config))
+    assert found == {step: 8 for step in range(4)}
+    found.clear()
+    while scored.acquire(blocking=False):
+        pass
+    ahead = make(speaks, scores_each("completion", ahead=True)(func), config=config, callbacks=[Waits()])
+    assert curve(ahead) == plain
+    assert found == {step: 8 for step in range(4)}, "each once, with the state of the step that trains on it"
+
+
+def test_an_error_of_a_function_that_scores_ahead_ends_the_step_that_trains_on_it(make: Make) -> None:
+    @scores_each("completion", ahead=True)
+    def fails(trainer_state: Any, completions: list[Any], **_: Any) -> list[float]:
+        if trainer_state.global_step == 2:
+            raise ValueError("no judge")
+        return length(completions)
+
+    steps: list[int] = []
+
+    class Notes(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            steps.append(state.global_step)
+
+    trainer = make(speaks, fails, config={"generation_lookahead": 1, "max_steps": 4}, callbacks=[Notes()])
+    with pytest.raises(ValueError, match="no judge"):
+        trainer.train()
+    assert steps == [1, 2]
 
 
 def test_functions_get_what_trl_gives_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def ours(batch: Batch, loop: asyncio.AbstractEventLoop) -> tuple[Any, ...]:
         prepare=lambda: None,
         template=batch,
         rows_of=lambda prompts: [],
-        on_end=None,
+        on_end=lambda: None,
         loop=loop,
     )
 
@@ -162,7 +162,7 @@ def ours(batch: Batch, loop: asyncio.AbstractEventLoop) -> tuple[Any, ...]:
 
     rows = [EpisodeRow(prompt=partial(prompt, ids), toolbox=toolbox, schema=None) for ids in batch.prompts]
     tools = rollouts.tools.begin(len(rows))
-    future = rollouts.start(rows, batch, tools)  # type: ignore[arg-type]
+    future = rollouts.start(rows, None, batch, tools)  # type: ignore[arg-type]
     future.add_done_callback(lambda _: main.wake())
     while not future.done():
         main.serve(60, left_s=60, check=lambda: None)
