@@ -153,8 +153,8 @@ class GRPOTrainer(TRLTrainer):
             return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *rest)
         return self._parts.episodes.taken(completions)
 
-    def _calculate_rewards(self, *batch: Any) -> torch.Tensor:
-        """Score."""
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        batch = inputs, prompts, completions, completion_ids_list
         if self._local is None:
             return super()._calculate_rewards(*batch)
         if (rewards := self._parts.spares.take_rewards()) is None:

@@ -260,25 +260,17 @@ def rows_of_batch(number: int, sampler: GenerationSampler, *, rank: int, world_s
     return rows[rank * share : (rank + 1) * share]
 
 
-def prompts_of_batch(
-    number: int,
-    sampler: GenerationSampler,
-    dataset: Any,
-    *,
-    rank: int,
-    world_size: int,
-    tokenize: Callable[[list[Any]], list[list[int]]],
+def prompts_of_rows(
+    rows: Sequence[int], dataset: Any, tokenize: Callable[[list[Any]], list[list[int]]]
 ) -> list[list[int]]:
-    """Token ids of a rank's rows, copies included, of generation batch `number` of the run, counted from 0.
+    """Token ids of rows with these numbers, copies included.
 
     Read from the data set by row number. The data loader is not touched: looking one batch ahead in it would set
     accelerate's end-of-data flag a batch too early, and with it gradient accumulation (1.15).
 
     Args:
-        rank: among `world_size` ranks.
         tokenize: token ids of a list of prompts, as training does it.
     """
-    rows = rows_of_batch(number, sampler, rank=rank, world_size=world_size)
     different = list(dict.fromkeys(rows))
     token_ids = tokenize([dataset[row]["prompt"] for row in different])
     of_row = dict(zip(different, token_ids, strict=True))

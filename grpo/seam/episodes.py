@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,24 +53,6 @@ def together(
     return rollout
 
 
-class _TrainersTemplate:
-    """Messages and tokens as TRL has them (1.16), for episodes that go on side by side."""
-
-    def __init__(self, view: TrainerView, rewards: BatchRewards) -> None:
-        self._view, self._rewards = view, rewards
-
-    def parse(self, token_ids: list[int], *, prefix: list[int], schema: Any) -> Message:
-        tokenizer = self._view.tokenizer
-        templates = [getattr(tokenizer, name, None) for name in ("response_template", "response_schema")]
-        if not self._rewards.is_chat or templates == [None, None]:
-            text = self._view.processing_class.decode(token_ids, skip_special_tokens=True)
-            return {"role": "assistant", "content": text}
-        return parse_response(tokenizer, token_ids, prefix=prefix, tools=schema)
-
-    def tool_suffix(self, messages: list[Message]) -> list[int]:
-        return self._view.tool_suffix(messages)
-
-
 class Episodes:
     """A rank's episodes with the node's engines, which it may ask as often as it likes.
 
@@ -101,11 +84,12 @@ class Episodes:
     def rollouts(self) -> Rollouts | None:
         """What makes several turns of a prompt, or calls a rollout function, or brings each completion to rewards that
         wait for it; None where a rank's completions come all at once. Once TRL has made the trainer."""
-        func, args, is_early = self._func, self._view.args, self._rewards.scoring.starts_early
-        is_ahead = self._rewards.scoring.starts_ahead
-        comes_at_once = not (is_ahead if args.generation_lookahead else is_early) or args.balances_nodes
-        if comes_at_once and not self._view.tools and func is None:
+        view, args, func, scoring = self._view, self._view.args, self._func, self._rewards.scoring
+        is_early = scoring.starts_ahead if args.generation_lookahead else scoring.starts_early
+        if (not is_early or args.balances_nodes) and not view.tools and func is None:
             return None
+        me: Any = weakref.proxy(self)  # what ends a trainer that nobody closes holds the rollouts
+        prepare = partial(use_device, view.accelerator.device)
         return Rollouts(
             limits=self._limits,
             tools=ToolRunner(
@@ -114,23 +98,38 @@ class Episodes:
                 max_threads=args.max_tool_threads,
                 max_abandoned=args.max_abandoned_tools,
                 say=self._say,
-                prepare=self._prepare,
+                prepare=prepare,
             ),
             is_function=func is not None,
-            prepare=self._prepare,
-            template=_TrainersTemplate(self._view, self._rewards),
-            rows_of=lambda prompts: [self._row(row, ids) for row, ids in enumerate(prompts)],
-            planned=self._ahead.planned,
-            on_end=self._on_end,
-            loop=self._view.async_loop,
+            prepare=prepare,
+            template=me,
+            rows_of=lambda prompts: [me._row(row, ids) for row, ids in enumerate(prompts)],
+            planned=lambda number: me._ahead.planned(number),
+            on_end=lambda: me._on_end(),
+            loop=view.async_loop,
             func=func if isinstance(func, AgentRollout) else None,
         )
 
-    def _say(self, line: str) -> None:
-        _log.warning("rank %d: %s", self._view.accelerator.process_index, line, extra=EVERY_RANK)
+    @property
+    def _say(self) -> Callable[[str], None]:
+        return partial(_log.warning, "rank %d: %s", self._view.accelerator.process_index, extra=EVERY_RANK)
 
-    def _prepare(self) -> None:
-        use_device(self._view.accelerator.device)
+    # -- messages and tokens, as TRL has them (1.16) ------------------------------------------------------------------
+
+    def parse(self, token_ids: list[int], *, prefix: list[int], schema: Any) -> Message:
+        """See `Template`."""
+        tokenizer = self._view.tokenizer
+        templates = [getattr(tokenizer, name, None) for name in ("response_template", "response_schema")]
+        if not self._rewards.is_chat or templates == [None, None]:
+            text = self._view.processing_class.decode(token_ids, skip_special_tokens=True)
+            return {"role": "assistant", "content": text}
+        return parse_response(tokenizer, token_ids, prefix=prefix, tools=schema)
+
+    def tool_suffix(self, messages: list[Message]) -> list[int]:
+        """See `Template`."""
+        return self._view.tool_suffix(messages)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
 
     def _start(self, rows: Sequence[EpisodeRow], on_end: OnEnd | None, sampler: Sampler, tools: ToolRunner) -> Any:
         assert self.rollouts is not None, "they were planned"
@@ -191,7 +190,7 @@ class Episodes:
             covers=watch.covers,
             uncovers=watch.uncovers,
             say=self._say,
-            prepare=self._prepare,
+            prepare=partial(use_device, view.accelerator.device),
             end_token=view.eos_token_ids[0],
         )
 

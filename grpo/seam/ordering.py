@@ -7,7 +7,7 @@ subclass's own sampler is drawn from as training goes on, and a stream is resume
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpo.checkpoints.prompt_order import DrawnSampler, GenerationSampler, prompts_of_batch, rows_of_batch
+from grpo.checkpoints.prompt_order import DrawnSampler, GenerationSampler, prompts_of_rows, rows_of_batch
 from grpo.seam.view import TrainerView
 
 
@@ -56,26 +56,24 @@ class PromptOrder:
         left -= view.micro_batches - self._step_began_at
         return number * view.steps_per_batch < view.micro_batches + left
 
-    @property
-    def _place(self) -> dict[str, int]:
-        """This rank among those that a generation batch is dealt out to."""
-        accelerator = self._view.accelerator
-        return {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
-
-    def rows_of_batch(self, number: int) -> list[dict[str, Any]] | None:
-        """This rank's rows of a generation batch that follows, copies included; None when training ends before it."""
+    def _numbers(self, number: int) -> list[int] | None:
+        """Of this rank's rows of a generation batch that follows, copies included; None when training ends before."""
         if not self._comes(number):
             return None
         assert self.sampler is not None, "lookahead in a stream is refused"
-        return [self._view.train_dataset[row] for row in rows_of_batch(number, self.sampler, **self._place)]
+        accelerator = self._view.accelerator
+        rank, world_size = accelerator.process_index, accelerator.num_processes
+        return rows_of_batch(number, self.sampler, rank=rank, world_size=world_size)
+
+    def rows_of_batch(self, number: int) -> list[dict[str, Any]] | None:
+        """These rows."""
+        numbers = self._numbers(number)
+        return None if numbers is None else [self._view.train_dataset[row] for row in numbers]
 
     def prompts_of_batch(self, number: int) -> list[list[int]] | None:
         """Token ids of their prompts."""
-        if not self._comes(number):
-            return None
-        assert self.sampler is not None, "lookahead in a stream is refused"
-        rows, tokenize = self._view.train_dataset, self._view.tokenize
-        return prompts_of_batch(number, self.sampler, rows, tokenize=tokenize, **self._place)
+        numbers, view = self._numbers(number), self._view
+        return None if numbers is None else prompts_of_rows(numbers, view.train_dataset, view.tokenize)
 
     # -- samplers -----------------------------------------------------------------------------------------------------
 

@@ -39,10 +39,8 @@ class Pictures:
         tokenizer's."""
         self._stand_in: Mapping[str, torch.Tensor] | None = None
         """A prompt with an image, [1, L] and what the processor makes of the image: computed beside rows without."""
-        self._images: Sequence[Sequence[Any]] = ()
-        """Of each of this rank's prompts that were tokenized last."""
         self.engine_ids: Sequence[Sequence[int]] = ()
-        """Of the same: token ids with one placeholder for each image."""
+        """Of each of this rank's prompts that were tokenized last: token ids with one placeholder for each image."""
 
     def choose_processor(self, arguments: dict[str, Any]) -> None:
         """Put the processor, or of text alone its tokenizer, into the trainer's arguments; of a text model nothing.
@@ -100,16 +98,16 @@ class Pictures:
         view = self._view
         prompts = [in_rgb(prepare_multimodal_messages(prompt)) for prompt in prompts]
         prompt_ids, images, fields = call(prompts)
-        self._images = [[]] * len(prompts) if images is None else [each or [] for each in images]
         if images is None:
             return prompt_ids, None, fields
+        images = [each or [] for each in images]
         template = {"chat_template": view.chat_template, **(view.args.chat_template_kwargs or {})}
         of_engines = engine_ids(view.processing_class, rendered(view.processing_class, prompts, **template))
         self.engine_ids = [
             unexpanded if of_row else ids
-            for ids, unexpanded, of_row in zip(prompt_ids, of_engines, self._images, strict=True)
+            for ids, unexpanded, of_row in zip(prompt_ids, of_engines, images, strict=True)
         ]
-        return prompt_ids, self._images, fields
+        return prompt_ids, images, fields
 
     def _without_images(self, tokenized: Any) -> Any:
         """Of text alone; `tokenized` as it is."""

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler
 from transformers import AutoTokenizer, TrainerCallback
 
 from grpo import GRPOTrainer
-from grpo.checkpoints.prompt_order import GenerationSampler, prompts_of_batch
+from grpo.checkpoints.prompt_order import GenerationSampler, prompts_of_rows, rows_of_batch
 from grpo.engine.messages import Sample
 from grpo.rollout.pool import EnginePool
 from grpo.seam import ordering
@@ -37,12 +37,9 @@ def test_the_rows_that_are_read_ahead_are_those_that_the_loader_deals_out(world_
     dataset = [{"prompt": row} for row in range(20)]
     for rank in range(world_size):
         for number, rows in enumerate(dealt[rank]):
-            ahead = prompts_of_batch(
-                number,
-                sampler,
+            ahead = prompts_of_rows(
+                rows_of_batch(number, sampler, rank=rank, world_size=world_size),
                 dataset,
-                rank=rank,
-                world_size=world_size,
                 tokenize=lambda prompts: [[prompt, 99] for prompt in prompts],
             )
             assert ahead == [[row, 99] for row in rows]
@@ -336,8 +333,8 @@ def test_a_data_set_that_changes_when_it_is_read_again_is_reported(
     reads = iter(range(10, 10**6))
     monkeypatch.setattr(
         ordering,
-        "prompts_of_batch",
-        lambda *args, **kwargs: [[*ids[:-1], next(reads) % 7] for ids in prompts_of_batch(*args, **kwargs)],  # as long
+        "prompts_of_rows",
+        lambda *args, **kwargs: [[*ids[:-1], next(reads) % 7] for ids in prompts_of_rows(*args, **kwargs)],  # as long
     )
     with pytest.raises(RuntimeError, match=r"GRPO-611.*generation_lookahead to 0"):
         train(tiny_model, tmp_path, story, generation_lookahead=1)
