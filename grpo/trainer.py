@@ -26,7 +26,7 @@ from grpo.record.timeline.records import SAVE
 from grpo.rollout.agents.rollout import AgentBatch
 from grpo.seam.evaluating import PREFIX
 from grpo.seam.lazy_vllm import TRLTrainer
-from grpo.seam.parts import Parts
+from grpo.seam.parts import TrainerParts
 from grpo.seam.resuming import StepEnds
 from grpo.seam.saving import load_trained_adapter
 from grpo.seam.start import own_args, start
@@ -66,7 +66,7 @@ class GRPOTrainer(TRLTrainer):
         arguments = dict(locals())  # as TRL takes them
         del arguments["self"], arguments["__class__"], arguments["prompt_order"]
         arguments["args"] = args = own_args(args, model)
-        self._parts = parts = Parts(self, arguments, prompt_order)
+        self._parts = parts = TrainerParts(self, arguments, prompt_order)
         arguments["callbacks"] = [*(callbacks or []), MetricsFile(parts.records.beside_metrics), parts.screen]
         self._local = start(parts, arguments, super().__init__, self.start_engine)
         self.remove_callback(PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)

@@ -21,7 +21,7 @@ from grpo.seam.trimming import Trimming
 from grpo.seam.view import TrainerView
 
 
-class Parts:
+class TrainerParts:
     """What stands around TRL's trainer. Each part sees of it a `TrainerView`, and of the others those that it is given.
 
     Args:

@@ -38,7 +38,7 @@ from grpo.record.screen import what_runs_where
 from grpo.record.timeline.start import open_timeline
 from grpo.seam.episodes import environments_in_threads, together
 from grpo.seam.episodes_ahead import refuse_main_thread_ahead
-from grpo.seam.parts import Parts
+from grpo.seam.parts import TrainerParts
 from grpo.seam.run import say
 from grpo.serving import engine_spec
 from grpo.weights.adapters import Lora
@@ -64,7 +64,9 @@ def own_args(args: GRPOConfig | None, model: "str | PreTrainedModel") -> GRPOCon
     return copy.copy(args)
 
 
-def start(parts: Parts, arguments: Arguments, init: Callable[..., None], start_engine: StartEngine) -> LocalVLLM | None:
+def start(
+    parts: TrainerParts, arguments: Arguments, init: Callable[..., None], start_engine: StartEngine
+) -> LocalVLLM | None:
     """Make TRL's trainer, and open the run. Collective.
 
     Args:
@@ -98,7 +100,9 @@ def start(parts: Parts, arguments: Arguments, init: Callable[..., None], start_e
     return None
 
 
-def _start_local(parts: Parts, arguments: Arguments, init: Callable[..., None], start_engine: StartEngine) -> LocalVLLM:
+def _start_local(
+    parts: TrainerParts, arguments: Arguments, init: Callable[..., None], start_engine: StartEngine
+) -> LocalVLLM:
     """Engines first, so that they start while TRL loads the model; then TRL's trainer; then both together."""
     args: GRPOConfig = arguments["args"]
     run, view, pictures = parts.run, parts.view, parts.pictures
@@ -216,7 +220,9 @@ def _find_place(plain: "str | PreTrainedModel", args: GRPOConfig) -> tuple[NodeT
     return topology, {rank: pids[rank] for rank in topology.node_ranks}
 
 
-def _open_run(parts: Parts, arguments: Arguments, topology: NodeTopology, watch: FailureWatch, model: str) -> None:
+def _open_run(
+    parts: TrainerParts, arguments: Arguments, topology: NodeTopology, watch: FailureWatch, model: str
+) -> None:
     """Take the run's folder, with logs of this rank and, on the local main, of the node's sentinel. Collective."""
     args: GRPOConfig = arguments["args"]
     run, rollout_s = parts.run, args.rollout_timeout
@@ -252,7 +258,7 @@ def _clients_of(engines: EngineSupervisor) -> Callable[[], Sequence[EngineLike]]
     return lambda: [] if (found := alive()) is None else found.clients
 
 
-def _init_without_a_generator(parts: Parts, arguments: Arguments, init: Callable[..., None]) -> None:
+def _init_without_a_generator(parts: TrainerParts, arguments: Arguments, init: Callable[..., None]) -> None:
     """TRL would build a generator of its own; it takes ours in the same place afterwards."""
     args: GRPOConfig = arguments["args"]
     func, corrects = arguments["rollout_func"], args.vllm_importance_sampling_correction
