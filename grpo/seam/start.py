@@ -48,6 +48,8 @@ from grpo.weights.trained import TrainedModel
 
 Arguments = dict[str, Any]
 """Of TRL's trainer, by name."""
+Init = Callable[..., None]
+"""TRL's `__init__`."""
 
 
 def own_args(args: GRPOConfig | None, model: "str | PreTrainedModel") -> GRPOConfig:
@@ -64,14 +66,11 @@ def own_args(args: GRPOConfig | None, model: "str | PreTrainedModel") -> GRPOCon
     return copy.copy(args)
 
 
-def start(
-    parts: TrainerParts, arguments: Arguments, init: Callable[..., None], start_engine: StartEngine
-) -> LocalVLLM | None:
+def start(parts: TrainerParts, arguments: Arguments, init: Init, start_engine: StartEngine) -> LocalVLLM | None:
     """Make TRL's trainer, and open the run. Collective.
 
     Args:
         arguments: of the trainer; some are replaced.
-        init: TRL's `__init__`.
         start_engine: starts each engine.
 
     Returns:
@@ -100,9 +99,7 @@ def start(
     return None
 
 
-def _start_local(
-    parts: TrainerParts, arguments: Arguments, init: Callable[..., None], start_engine: StartEngine
-) -> LocalVLLM:
+def _start_local(parts: TrainerParts, arguments: Arguments, init: Init, start_engine: StartEngine) -> LocalVLLM:
     """Engines first, so that they start while TRL loads the model; then TRL's trainer; then both together."""
     args: GRPOConfig = arguments["args"]
     run, view, pictures = parts.run, parts.view, parts.pictures
@@ -220,9 +217,7 @@ def _find_place(plain: "str | PreTrainedModel", args: GRPOConfig) -> tuple[NodeT
     return topology, {rank: pids[rank] for rank in topology.node_ranks}
 
 
-def _open_run(
-    parts: TrainerParts, arguments: Arguments, topology: NodeTopology, watch: FailureWatch, model: str
-) -> None:
+def _open_run(parts: TrainerParts, arguments: Arguments, place: NodeTopology, watch: FailureWatch, model: str) -> None:
     """Take the run's folder, with logs of this rank and, on the local main, of the node's sentinel. Collective."""
     args: GRPOConfig = arguments["args"]
     run, rollout_s = parts.run, args.rollout_timeout
@@ -232,17 +227,17 @@ def _open_run(
         args,
         watch.signals,
         watch,
-        topology=topology,
+        topology=place,
         max_wait_s=max(args.vllm_start_timeout, args.vllm_generate_timeout, args.vllm_sync_timeout, rollout_s),
         beside={"model_name_or_path": model, **beside_options(arguments)},
     )
     parts.resuming.choose(args, args.resume_from_checkpoint)
     folder = Path(args.output_dir).absolute() / LOGS_FOLDER
     versions = ", ".join(" ".join(each) for each in read_versions().items())
-    about = f"rank {topology.rank} of {topology.world_size}, node {topology.node} of {topology.num_nodes}; {versions}"
-    open_log(folder / log_name("rank", node=topology.node, index=topology.rank, attempt=run.attempt), about)
-    if topology.is_local_main:
-        watch.open_log(folder / log_name("sentinel", node=topology.node, attempt=run.attempt))
+    about = f"rank {place.rank} of {place.world_size}, node {place.node} of {place.num_nodes}; {versions}"
+    open_log(folder / log_name("rank", node=place.node, index=place.rank, attempt=run.attempt), about)
+    if place.is_local_main:
+        watch.open_log(folder / log_name("sentinel", node=place.node, attempt=run.attempt))
     known = weakref.ref(run)  # the engines' threads hold the watch, and would keep the run's folder open
 
     def on_record(record: FailureRecord) -> None:
@@ -258,7 +253,7 @@ def _clients_of(engines: EngineSupervisor) -> Callable[[], Sequence[EngineLike]]
     return lambda: [] if (found := alive()) is None else found.clients
 
 
-def _init_without_a_generator(parts: TrainerParts, arguments: Arguments, init: Callable[..., None]) -> None:
+def _init_without_a_generator(parts: TrainerParts, arguments: Arguments, init: Init) -> None:
     """TRL would build a generator of its own; it takes ours in the same place afterwards."""
     args: GRPOConfig = arguments["args"]
     func, corrects = arguments["rollout_func"], args.vllm_importance_sampling_correction
