@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.prose import broken_rates, count, main, private_words
+from tools.prose import bad_start, broken_rates, count, docstrings, main, private_words
 
 CODE = """Text.
 ```bash
@@ -64,6 +64,72 @@ def test_pages_for_developers_have_no_rates_and_no_private_words(
     assert capsys.readouterr().out.splitlines()[1:] == ['docs/architecture.md:2: "room": write package; space']
     (tmp_path / "docs" / "architecture.md").write_text("What that is.")
     assert main() == 0
+
+
+MODULE = '''"""A module."""
+LIMIT = 3
+"""Seconds."""
+"%s" % "no docstring"
+
+@documented
+class Options:
+    """Fields of a run."""
+    rate: float
+    """Shown by `--help`."""
+
+class Record:
+    """A record."""
+    name: str
+    """A field."""
+    def __init__(self):
+        """A method."""
+        self.rows = []
+        """An attribute."""
+'''
+
+
+def test_docstrings_are_those_of_modules_classes_functions_and_fields() -> None:
+    assert sorted(docstrings(MODULE)) == [
+        (1, "A module."),
+        (3, "Seconds."),
+        (8, "Fields of a run."),
+        (13, "A record."),
+        (15, "A field."),
+        (17, "A method."),
+        (19, "An attribute."),
+    ]
+
+
+@pytest.mark.parametrize("text", ["What it is.", "\n    Who waits.", "Whether so.", "Of the last.", "That which is."])
+def test_a_docstring_without_verb_or_noun_in_front_is_found(text: str) -> None:
+    assert bad_start(text) == text.split()[0]
+
+
+@pytest.mark.parametrize("text", ["Return what is there.", "Whatever.", "`what`: a name.", "Host of it.", "", "3 ms"])
+def test_verbs_nouns_and_code_may_begin_a_docstring(text: str) -> None:
+    assert bad_start(text) is None
+
+
+def test_docstrings_have_rates_over_all_files_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("You start it.")
+    (tmp_path / "grpo").mkdir()
+    (tmp_path / "grpo" / "one.py").write_text(f'"""Says what that is, {"word " * 96}"""\n')
+    (tmp_path / "grpo" / "two.py").write_text(f'"""A {"word " * 899}`that that that`"""\nx = "what what what"\n')
+    monkeypatch.setattr(sys, "argv", ["prose", "--docstrings", "--root", str(tmp_path)])
+    assert main() == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["grpo/one.py", "grpo/two.py", "docstrings"]
+    assert rows[-1].split()[1:] == ["1,000", "words", "what", "1.0", "that", "1.0", "you", "0.0"]
+    (tmp_path / "grpo" / "two.py").write_text('"""Where it says what, and what."""\n')
+    assert main() == 1
+    assert capsys.readouterr().out.splitlines()[4:] == [
+        'grpo/two.py:1: a docstring begins with a verb or a noun, not with "Where"',
+        'docstrings: "what" 28.3 times in 1,000 words, of at most 2',
+        'docstrings: "that" 9.4 times in 1,000 words, of at most 9',
+    ]
 
 
 def test_our_pages_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
