@@ -1,7 +1,7 @@
 """GRPO on nodes that each host their own vLLM engine.
 
-What `__all__` names is promised to users; all else may change with any version. The import is lazy: the engine's child
-process imports `grpo.engine` and must load neither TRL nor DeepSpeed.
+The names in `__all__` are stable; all else may change with any version. The import is lazy: the engine's child process
+imports `grpo.engine` and must load neither TRL nor DeepSpeed.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""`python -m grpo` is the command `grpo`."""
+"""Entry point of `python -m grpo`: the command `grpo`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command `grpo`: what a person runs before and around a job. `grpo init --help`, `grpo plan --help`, …"""
+"""The command `grpo`: tools to run before and around a job. `grpo init --help`, `grpo plan --help`, …"""
 
 import argparse
 import importlib
@@ -9,7 +9,7 @@ from grpo import __version__
 from grpo.place.importing import quiet
 from grpo.place.spelling import did_you_mean
 
-# Each module has `add_arguments(parser)` and `run(args) -> exit code`; only the one that is asked for is imported.
+# Each module has `add_arguments(parser)` and `run(args) -> exit code`; only the requested one is imported.
 COMMANDS = {
     "init": (
         "grpo.ops.init.command",
@@ -31,7 +31,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, 1 for what cannot work, 2 for a command line that cannot be read."""
+    """Run one command. Returns the exit code: 0, 1 for an error, 2 for an invalid command line."""
     quiet()
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="grpo", description=__doc__)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             chosen = command
     _take_both_spellings(chosen)
     args, unknown = parser.parse_known_args(argv)
-    if unknown[:1] == ["--"] and "train_flags" in vars(args):  # argparse takes them beside other positionals alone
+    if unknown[:1] == ["--"] and "train_flags" in vars(args):  # argparse accepts them only beside other positionals
         args.train_flags, unknown = unknown[1:], []
     if unknown:
         known = [option for action in chosen._actions for option in action.option_strings]
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _take_both_spellings(parser: argparse.ArgumentParser) -> None:
-    """`--output_dir` and `--output-dir`, as accelerate's commands do; help shows one."""
+    """Accept both `--output_dir` and `--output-dir`, as accelerate's commands do; help shows one."""
     for option, action in list(parser._option_string_actions.items()):
         other = option[:2] + option[2:].translate(str.maketrans("-_", "_-"))
         parser._option_string_actions.setdefault(other, action)

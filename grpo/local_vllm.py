@@ -1,4 +1,4 @@
-"""What the trainer calls to generate and to sync: `LocalVLLM` stands in TRL's seam, in place of `VLLMGeneration`."""
+"""`LocalVLLM`: generation and weight syncs for the trainer, in place of TRL's `VLLMGeneration`."""
 
 import contextlib
 import logging
@@ -38,22 +38,22 @@ _log = logging.getLogger(__name__)
 
 
 class LocalVLLM:
-    """This node's engines, as the trainer sees them.
+    """This node's engines, as used by the trainer.
 
-    `sync_weights` and `generate` are collective over the job. The engines are waited for in the first `sync_weights`,
-    so that their start-up overlaps whatever the trainer does until then.
+    `sync_weights` and `generate` are collective over the job. The first `sync_weights` waits for the engines, so that
+    their startup overlaps with the trainer's.
 
     Args:
         engines: started before the trainer's model is loaded.
-        progress: the optimizer steps that are done, "train" or "eval", and the number of the generation batch of
-            training that is asked for.
-        prompts_of_batch: this rank's prompts of the generation batch with a number, to be sampled ahead; None, on every
-            rank, when there is none.
-        engine_ids: of the prompts with images that are asked for, this rank's token ids with one placeholder for each
+        progress: returns the finished optimizer steps, "train" or "eval", and the number of the requested generation
+            batch of training.
+        prompts_of_batch: returns this rank's prompts of the generation batch with a number, to be sampled ahead; None,
+            on every rank, if there is none.
+        engine_ids: returns this rank's token ids of the requested prompts with images, with one placeholder for each
             image.
-        on_restart: hears of every engine of the job that has come back, on every rank.
-        rollouts: what turns a prompt into several turns; None: every prompt is sampled once.
-        timeline: where it is recorded what takes how long.
+        on_restart: called for every restarted engine of the job, on every rank.
+        rollouts: runs multi-turn rollouts; None: every prompt is sampled once.
+        timeline: recorder of durations.
     """
 
     def __init__(
@@ -86,22 +86,22 @@ class LocalVLLM:
         self._on_restart = on_restart
         self._rollouts = rollouts
         self.last_episodes: tuple[list[Episode], ToolRunner | None] = ([], None)
-        """Of the last batch, this rank's episodes, and who ran their tools."""
+        """Episodes of the last batch on this rank, and the runner of their tools."""
         self._timeline = timeline or Recorder()
         self._refusals = Refusals(args.vllm_max_refused)
         self._versions = 0
         self._newest_version: int | None = None
         self.eval_sampling: Mapping[str, Any] = {}
-        """vLLM's sampling arguments of the evaluation that runs, in place of training's."""
-        self._reported: dict[str, WeightSyncReport] = {}  # by mode: the last weight sync that is in its metrics
-        self.kept_batches: list[dict[str, Any]] = []  # by `keep_ahead`, of the checkpoint that training goes on from
+        """Sampling arguments of the present evaluation, overriding training's."""
+        self._reported: dict[str, WeightSyncReport] = {}  # by mode: the last weight sync in its metrics
+        self.kept_batches: list[dict[str, Any]] = []  # from `keep_ahead`, in the resumed checkpoint
         self._serving: Serving | None = None
         self._is_closed = False
 
     # -- start ----------------------------------------------------------------------------------------------------
 
     def _connect(self) -> Serving:
-        """Wait for the engines of the job and meet them. Collective."""
+        """Wait for the job's engines, and connect to them. Collective."""
         return ServingStart(
             args=self.args,
             engines=self.engines,
@@ -125,15 +125,15 @@ class LocalVLLM:
 
     @property
     def delivery(self) -> WeightDelivery:
-        """Once the engines have weights."""
+        """Weight delivery; available after the first weight sync."""
         assert self._serving is not None, "nothing was synced"
         return self._serving.delivery
 
     def sync_weights(self) -> None:
-        """Sync the trainer's weights to all engines and verify it where that is due. Collective over the job.
+        """Send the trainer's weights to all engines, and verify them if due. Collective over the job.
 
         Raises:
-            JobFailed: on every rank, when an engine failed on any node or a verification did not hold.
+            JobFailed: on every rank, if an engine failed on any node or a verification failed.
         """
         self._watch.check()
         self._check_open()
@@ -144,7 +144,7 @@ class LocalVLLM:
         self.rest_for_weights()
         self.last_sync = self._deliver(serving)
         step = self._progress_now().step
-        self._versions += step != self._newest_version  # once more around an evaluation, which makes no batch older
+        self._versions += step != self._newest_version  # repeated around an evaluation, which does not age batches
         self._newest_version = step
 
     def _deliver(self, serving: Serving) -> WeightSyncReport:
@@ -159,8 +159,8 @@ class LocalVLLM:
             try:
                 report = serving.delivery.deliver(step)
             except BaseException:
-                with contextlib.suppress(EngineError):  # one that does not end hides nothing
-                    self.close()  # the engines are of no use any more; and whatever waits for them ends
+                with contextlib.suppress(EngineError):  # one that does not end must not hide the error
+                    self.close()  # the engines are useless now; this also ends anything that waits for them
                 raise
         if serving.multi_turn is not None:
             serving.multi_turn.delivered()
@@ -169,12 +169,12 @@ class LocalVLLM:
         return report
 
     def forget_sent(self) -> None:
-        """Let the next weight sync bring all weights, frozen ones too. On every rank, but not collective."""
+        """Let the next weight sync send all weights, frozen ones included. On every rank, but not collective."""
         if self._serving is not None:
             self._serving.delivery.forget_sent()
 
     def _revive(self) -> None:
-        """Amid a generation batch: bring nodes engines that have lost theirs. Collective over the job."""
+        """Bring new engines to nodes that have lost theirs during generation. Collective over the job."""
         assert self._serving is not None, "nothing is sampled before there are engines"
         self._deliver(self._serving)
 
@@ -187,22 +187,22 @@ class LocalVLLM:
         num_generations: int,
         profiler: contextlib.AbstractContextManager | None = None,
     ) -> "tuple[list[list[int]], list[list[int]], list[SingleValues], None]":
-        """One completion for each prompt of this rank, sampled now or ahead. Collective over the job.
+        """Return one completion for each prompt of this rank, sampled now or ahead. Collective over the job.
 
         Args:
-            prompts: token ids, with the copies of a prompt next to each other over the node's ranks; of a prompt with
-                images what the processor makes of it.
-            images: of each prompt, PIL images in RGB; None: none of this rank's prompts has any.
-            num_generations: not needed: equal neighbours show which prompts belong together.
+            prompts: token ids; copies of a prompt are adjacent over the node's ranks. With images: expanded by the
+                processor.
+            images: PIL images in RGB of each prompt; None if this rank's prompts have none.
+            num_generations: not needed: equal neighbours belong together.
             profiler: TRL's context around the generation.
 
         Returns:
-            As TRL's `VLLMGeneration.generate`: prompt ids, completion ids, log-probabilities
-            [completion][token][1] under the engine, and None in place of the ids behind them.
+            As TRL's `VLLMGeneration.generate`: prompt ids, completion ids, log-probabilities [completion][token][1] by
+            the engine, and None instead of the ids they belong to.
 
         Raises:
-            JobFailed: on every rank, when an engine failed on any node.
-            RuntimeError: what was sampled ahead is not what is asked for; or nothing was synced yet.
+            JobFailed: on every rank, if an engine failed on any node.
+            RuntimeError: the batch sampled ahead has other prompts; or there was no weight sync yet.
         """
         del num_generations
         self._check_open()
@@ -234,7 +234,7 @@ class LocalVLLM:
     def keep(
         self, completions: Completions, prompt_ids: Sequence[Sequence[int]]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Take these rows, which other ranks may have sampled, for this rank's of the last batch."""
+        """Replace this rank's rows of the last batch by these, possibly sampled by other ranks."""
         assert self.last_batch is not None, "they are of one"
         self.last_batch = replace(self.last_batch, completions=completions)
         self._last_prompt_tokens = [len(prompt) for prompt in prompt_ids]
@@ -246,8 +246,8 @@ class LocalVLLM:
         prompts: list[list[int]],
         profiler: contextlib.AbstractContextManager,
     ) -> list[tuple[list[int], list[float]]]:
-        """Inside of a rollout function one more turn of each prompt, of this rank alone; else the first turn of whole
-        episodes, which are in `last_episodes` then."""
+        """Sample one more turn of each prompt, on this rank alone, inside a rollout function; otherwise run whole
+        episodes, put them into `last_episodes`, and return their first turns."""
         if multi_turn.sampler is not None:
             turns = multi_turn.sampler.sample_all(prompts)
             return [self._nothing() if turn.refusal is not None else (turn.token_ids, turn.logprobs) for turn in turns]
@@ -264,10 +264,10 @@ class LocalVLLM:
         return [(each.token_ids[: each.first_turn], each.logprobs[: each.first_turn]) for each in episodes]
 
     def roll_out(self, func: Callable[[], dict[str, Any]], prompts: Sequence[Any]) -> dict[str, Any]:
-        """Run a rollout function of the user's, which calls `generate` or `sample` as often as it likes. Collective.
+        """Run a rollout function of the user's, which may call `generate` or `sample` any number of times. Collective.
 
         Raises:
-            JobFailed: on every rank, when the job has failed on one.
+            JobFailed: on every rank, if the job has failed on one.
             TimeoutError: it has not ended within `rollout_timeout`.
         """
         self._check_open()
@@ -280,17 +280,17 @@ class LocalVLLM:
         return without_empty(output, left_out, *self._nothing())
 
     def _nothing(self) -> tuple[list[int], list[float]]:
-        """Token and log-probability of what no engine has sampled. TRL takes no empty completion; this one is left out
-        of rewards and loss, and a NaN of its metrics."""
+        """Placeholder token and log-probability for a refused row. TRL does not accept empty completions; this one is
+        excluded from rewards and loss, and its NaN from metrics."""
         return [self._trained.end_tokens[0]], [float("nan")]
 
     async def sample(self, token_ids: Sequence[int], *, row: int, turn: int | None = None, **sampling: Any) -> Turn:
-        """Sample one turn, from inside of a rollout function; see `Sampler.sample`. Not collective."""
+        """Sample one turn, inside a rollout function; see `Sampler.sample`. Not collective."""
         return await self.sampler.sample(token_ids, row=row, turn=turn, **sampling)
 
     @property
     def sampler(self) -> Sampler:
-        """Of the batch that a rollout function makes now."""
+        """Sampler of the current batch of a rollout function."""
         if self._episode_batches is None or (sampler := self._episode_batches.sampler) is None:
             raise RuntimeError("sample is for rollout functions, while one runs")
         return sampler
@@ -305,39 +305,39 @@ class LocalVLLM:
 
     @property
     def refused_rows(self) -> list[bool] | None:
-        """Of the last batch, this rank's rows that are left out: no engine took their prompts, or a rollout function
-        has marked them as failed. None where the whole job has none."""
+        """Rows of the last batch left out on this rank: refused prompts, or marked as failed by a rollout function.
+        None if the whole job has none."""
         batch = self.last_batch
         if batch is None or not any(report.num_refused + report.num_failed for report in batch.reports):
             return None
         return (batch.completions.policy_versions == REFUSED).tolist()
 
     def facts(self, end_tokens: Collection[int]) -> np.ndarray:
-        """Where this rank's completions of the last batch come from; see `facts_of`."""
+        """Origin of this rank's completions of the last batch; see `facts_of`."""
         assert self.last_batch is not None
         return facts_of(self.last_batch.completions, self._last_prompt_tokens, end_tokens)
 
     def rest_for_weights(self) -> None:
-        """Wait for what is sampled ahead, where weights come while engines rest. Collective over the job."""
+        """Wait for batches sampled ahead, if weight syncs need idle engines. Collective over the job."""
         if self.args.generation_lookahead < 2:
             self.wait_for_batches()
 
     def wait_for_batches(self) -> None:
-        """Wait for all batches that are sampled ahead. Collective over the job."""
+        """Wait for all batches sampled ahead. Collective over the job."""
         if self._serving is not None:
             with self._timeline.span(WAIT_GENERATE), self._watch.during("generate"):
                 self._serving.wait()
 
     def keep_ahead(self, gives_up: Callable[[], bool]) -> list[dict[str, Any]]:
-        """For a checkpoint: `GenerationBatches.kept`. Collective."""
+        """Return batches sampled ahead for a checkpoint: `GenerationBatches.kept`. Collective."""
         if self.kept_batches or self._serving is None:
-            return self.kept_batches  # of the checkpoint before, where training has not come to them yet
+            return self.kept_batches  # of the last checkpoint, if training has not reached them yet
         with self._timeline.span(WAIT_GENERATE), self._watch.during("generate"):
             versions = self._versions + (self._newest_version != self._progress_now().step)
             return self._serving.batches.kept(versions=versions, gives_up=gives_up)
 
     def drop_ahead(self) -> None:
-        """Forget what is sampled ahead. On every rank, but not collective."""
+        """Drop batches sampled ahead. On every rank, but not collective."""
         self.kept_batches = []
         if self._serving is not None:
             self._serving.drop()
@@ -349,7 +349,7 @@ class LocalVLLM:
 
     @property
     def policy_version(self) -> int:
-        """Optimizer steps of the weights by which the last batch was asked for."""
+        """Optimizer steps of the weights when the last batch was submitted."""
         return 0 if self.last_batch is None else self.last_batch.policy_version
 
     def _hear_of_restart(self, restart: EngineRestart) -> None:
@@ -360,7 +360,7 @@ class LocalVLLM:
     # -- metrics and end ------------------------------------------------------------------------------------------
 
     def metrics(self, mode: str) -> dict[str, float]:
-        """Of the last generation batch, and of the last weight sync if `mode` has not been told of it; over the job."""
+        """Job-wide metrics of the last generation batch, and of the last weight sync if new to `mode`."""
         metrics = {}
         if self.last_batch is not None:
             metrics = generation_metrics(self.last_batch.reports, self.last_batch.lag)
@@ -376,7 +376,7 @@ class LocalVLLM:
         return metrics
 
     def by_node(self) -> dict[str, list[float]]:
-        """The newest figures of each node, in their order."""
+        """Latest figures of each node, in order."""
         found = {} if self.last_batch is None else figures_of_nodes(self.last_batch.reports)
         if self._serving is not None and self._serving.delivery.total_s_by_node:
             found["weight_sync/total_s"] = self._serving.delivery.total_s_by_node

@@ -1,4 +1,4 @@
-"""What a rank has to sync and to sample with, once all engines of the job take work."""
+"""Objects of a rank for weight syncs and generation, made once all engines of the job take work."""
 
 import logging
 import os
@@ -52,7 +52,7 @@ def _backend(args: GRPOConfig, topology: NodeTopology) -> str:
 def engine_spec(
     args: GRPOConfig, model: EngineModel, topology: NodeTopology, adapters: AdapterSlot | None = None
 ) -> EngineSpec:
-    """How to build each of the node's engines. Logs a warning where their deaths may end the trainer too."""
+    """Spec of the node's engines. Logs a warning if an engine's death may take the trainer down."""
     backend = _backend(args, topology)
     if backend == "nccl" and (doubt := nccl_doubt(os.environ)):
         _log.warning("WARNING: %s: %s", *doubt)
@@ -64,35 +64,35 @@ def engine_spec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EngineFacts(Wire):
-    """What a local main has learnt of its engines when they take work."""
+    """A local main's information about its engines, once they take work."""
 
     startup_s: float
-    """Of the slowest."""
+    """Startup time of the slowest engine."""
     max_model_len: int
     wire_format: WireFormat
     turns_address: str | None = None
-    """Where the node's ranks have turns of episodes sampled, if there are any."""
+    """Address of the node's turn broker, if there are multi-turn rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Serving:
-    """What there is on a rank once all engines of the job take work."""
+    """Objects of a rank once all engines of the job take work."""
 
     batches: GenerationBatches
     delivery: WeightDelivery
     pool: EnginePool | None
-    """On the local main."""
+    """Pool of the node's engines, on the local main only."""
     multi_turn: RankEpisodes | None
-    """Where prompts become several turns."""
+    """Episodes of this rank, for multi-turn rollouts only."""
 
     def wait(self) -> None:
-        """Wait for all batches that are sampled ahead. Collective over the job."""
+        """Wait for all batches sampled ahead. Collective over the job."""
         self.batches.wait()
         if self.multi_turn is not None:
             self.multi_turn.wait()
 
     def drop(self) -> None:
-        """Forget what is sampled ahead. On every rank, but not collective."""
+        """Drop batches sampled ahead. On every rank, but not collective."""
         self.batches.drop()
         if self.multi_turn is not None:
             self.multi_turn.drop()
@@ -100,7 +100,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingStart:
-    """What a rank knows before its job's engines take work."""
+    """Inputs of a rank before the job's engines take work."""
 
     args: GRPOConfig
     engines: EngineSupervisor
@@ -114,11 +114,11 @@ class ServingStart:
     prompts_of_batch: Callable[[int], list[list[int]] | None]
     """See `GenerationBatches`."""
     revive: Callable[[], None]
-    """Brings new engines, with weights, to nodes whose engines are all gone; collective over the job."""
+    """Brings new engines, with weights, to nodes without any; collective over the job."""
     on_restart: Callable[[EngineRestart], None]
 
     def wait(self) -> Serving:
-        """Wait for the engines of the job and meet them. Collective."""
+        """Wait for the job's engines, and connect to them. Collective."""
         args, clients = self.args, self.engines.clients
         source = self.trained.source(args)
         pool, broker, facts, failure = None, None, None, None
@@ -129,7 +129,7 @@ class ServingStart:
                     pool, broker, facts = self._meet_engines(source)
             except JobFailed:
                 raise  # the job has its record already
-            except RuntimeError as error:  # `EngineError` is one
+            except RuntimeError as error:  # `EngineError` is a RuntimeError
                 failure = self.watch.make_record(error)
             of_ranks = self.groups.exchange(self.watch, failure, facts, _EngineFacts | None)
         of_nodes = [each for each in of_ranks if each is not None]
@@ -191,7 +191,7 @@ class ServingStart:
         )
 
     def _of_all(self, mine: float) -> list[float]:
-        """A number of each rank. Collective."""
+        """Gather a number of each rank. Collective."""
         return self.groups.exchange(self.watch, None, mine, float)
 
     def _rank_episodes(
@@ -253,7 +253,7 @@ class ServingStart:
             max_model_len=max_model_len,
             end_tokens=self.trained.sampled_ends,
             in_flight=self.args.generation_lookahead > 1,
-            num_spare=int(self.args.generation_lookahead > 1),  # for a verification, which ranks wait for
+            num_spare=int(self.args.generation_lookahead > 1),  # for a verification, for which ranks wait
             node=self.engines.topology.node,
             timeline=self.timeline,
         )

@@ -1,4 +1,4 @@
-"""`accelerate launch -m grpo.train --config FILE`: what `train.py` runs. With no model named, the demo."""
+"""`accelerate launch -m grpo.train --config FILE`: same as `train.py`. Without a model it runs the demo."""
 
 from grpo.engine.early import start_host
 

@@ -1,5 +1,4 @@
-"""What a run saves and resumes from: complete checkpoints, their choice and rotation, the order of prompts, pickles.
+"""Checkpoints: completeness, choice for a resume, rotation, order of prompts, safe unpickling.
 
-The seam and the tools import it; it may import `record` and what is below.
-It must not know engines, rollouts or rewards.
+The seam and the tools import it; it may import `record` and below. It must not know engines, rollouts or rewards.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint's way to the disk, beside training: the ranks have written it, the kernel still holds it in memory."""
+"""Background flush of a checkpoint to disk during training, after the ranks have written it to the page cache."""
 
 import atexit
 import threading
@@ -11,34 +11,34 @@ from grpo.checkpoints.checkpoints import read_rank_records, write_rank_record
 from grpo.record.durable import FileSum
 
 DURABLE_S = 1800.0
-"""Until what every rank has written is on the disk."""
+"""Least deadline for all ranks' files to reach the disk."""
 SLOW_BYTES_PER_S = 20e6
-"""What the slowest disk brings home of a checkpoint that is so large that this takes longer."""
+"""Speed of the slowest supported disk; determines the deadline of very large checkpoints."""
 POLL_S = 0.5
-LAST_S = 5.0  # for a process that ends for another reason: a save that is nearly through still counts
+LAST_S = 5.0  # for a process that ends for another reason: an almost finished save still counts
 
 
 def deadline_for(num_bytes: int) -> float:
-    """Seconds that a checkpoint of this size may take to the disk."""
+    """Seconds for a checkpoint of this size to reach the disk."""
     return max(DURABLE_S, num_bytes / SLOW_BYTES_PER_S)
 
 
 @dataclass(eq=False)
 class BackgroundSave:
-    """One checkpoint, on this rank: what it has written goes to the disk; rank 0 then completes it for all.
+    """One checkpoint on this rank: its files are flushed to disk; then rank 0 completes it for all.
 
     A failure is kept, and raised by `wait`.
     """
 
     folder: Path
-    """Of the checkpoint; every rank has written its files."""
+    """Folder of the checkpoint; every rank has written its files."""
     _: KW_ONLY
     rank: int
     world_size: int
     complete: Callable[[Mapping[str, FileSum]], None]
-    """On rank 0: called with the sums of all files when every rank's record is there. From a thread."""
+    """Called on rank 0 with the sums of all files, once every rank's record is there. From a thread."""
     deadline_s: float
-    """Until what all ranks have written is on the disk; see `deadline_for`."""
+    """Limit for all ranks' files to reach the disk; see `deadline_for`."""
 
     def __post_init__(self) -> None:
         self._error: Exception | None = None
@@ -51,8 +51,8 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until it is done on this rank. Raises what went wrong."""
-        self._thread.join()  # has a deadline of its own
+        """Wait until it is done on this rank. Raises its error."""
+        self._thread.join()  # has its own deadline
         atexit.unregister(self._thread.join)
         if isinstance(self._error, OSError) and not isinstance(self._error, TimeoutError):
             raise OSError(
@@ -67,7 +67,7 @@ class BackgroundSave:
             write_rank_record(self.folder, self.rank, self.world_size)
             if self.rank == 0:
                 self.complete(self._await_records())
-        except Exception as error:  # noqa: BLE001  of a thread: raised where the trainer looks
+        except Exception as error:  # noqa: BLE001  thread boundary: raised by `wait`
             self._error = error
 
     def _await_records(self) -> Mapping[str, FileSum]:

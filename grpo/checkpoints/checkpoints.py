@@ -1,7 +1,7 @@
-"""Which checkpoints are complete: `complete.json` stands in them, written last, and every file is as it says.
+"""Completeness of checkpoints: `complete.json` is written last, and every file matches it.
 
-No other file proves it: DeepSpeed writes `latest` before its last barrier, and after `trainer_state.json` the other
-ranks still write (deepspeed 0.19, transformers 5.17).
+No other file is a sign of completeness: DeepSpeed writes `latest` before its last barrier, and other ranks still write
+after `trainer_state.json` (deepspeed 0.19, transformers 5.17).
 """
 
 import contextlib
@@ -19,63 +19,68 @@ from grpo.place.same_everywhere import read_versions
 from grpo.record.durable import FileSum, make_durable, sum_of, sync_folder, write_atomically
 
 COMPLETE_FILE = "complete.json"
-PARTIAL_FILE = ".partial"  # stands in a checkpoint that we are writing, until it is complete
+PARTIAL_FILE = ".partial"  # exists in a checkpoint of ours until it is complete
 NAME_PREFIX = "checkpoint-"
 DAMAGED_PREFIX = "damaged-"
-AGAIN_S = 5.0  # behind a read that failed
-# Of ranks that write: DeepSpeed's partitions, transformers' random states, ours, DeepSpeed's tensors on NVMe.
+AGAIN_S = 5.0  # after a failed read
+# Files of single ranks: DeepSpeed's partitions, transformers' random states, ours, DeepSpeed's tensors on NVMe.
 _OF_A_RANK = re.compile(
     r"(?:^|/)(?:(?:bf16_)?zero_pp_rank_|rng_state_|rollout_state_|files-|offloaded_tensors/rank)(\d+)(?=[_./])"
 )
 
 
 class Damaged(ValueError):
-    """A checkpoint was complete, and is not as it was written."""
+    """A checkpoint was complete, and has changed since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteRecord:
-    """What `complete.json` holds."""
+    """Content of `complete.json`.
+
+    Example:
+        CompleteRecord(step=120, world_size=8, files={"config.json": 726}, versions={"torch": "2.13.0"},
+                       sampling={"num_generations": 8}, checksums={"config.json": 2774283521})
+    """
 
     step: int
-    """Optimizer steps that are in the checkpoint."""
+    """Optimizer steps in the checkpoint."""
     world_size: int
-    """Ranks that it is for: those that wrote it, or those that `grpo reshape` was asked for."""
+    """Number of ranks to resume with: the writers', or the one given to `grpo reshape`."""
     files: dict[str, int]
     """Size in bytes by path inside the checkpoint."""
     versions: dict[str, str]
-    """Of the packages that wrote it."""
+    """Package versions at the time of writing."""
     sampling: dict[str, int]
-    """The settings that say which prompts come at which step."""
+    """Settings that determine the prompts of each step."""
     resumable: bool = True
-    """False when it holds the model alone (`save_only_model`)."""
+    """False if it has only the model (`save_only_model`)."""
     checksums: dict[str, int] = field(default_factory=dict)
-    """CRC-32 by path inside the checkpoint; a file that is not here is known by its size alone."""
+    """CRC-32 by path inside the checkpoint; other files are checked by size alone."""
     reshaped_from: int | None = None
-    """Ranks that wrote what `grpo reshape` made this of."""
+    """Number of ranks before `grpo reshape`."""
 
 
-# -- what a rank has written ------------------------------------------------------------------------------------------
+# -- files of a rank ----------------------------------------------------------------------------------------------
 
 
 def writer_of(name: str, world_size: int) -> int:
-    """The rank that writes the file of this name; 0 for what belongs to none."""
+    """Rank that writes the file of this name; 0 for common files."""
     found = _OF_A_RANK.search(name)
     return int(found[1]) if found and int(found[1]) < world_size else 0
 
 
 def record_name(rank: int) -> str:
-    """Of the file in which a rank says what it has written."""
+    """Name of a rank's record of its files."""
     return f"files-{rank}.json"
 
 
 def files_in(folder: Path) -> list[str]:
-    """Paths inside a checkpoint, sorted, but for `complete.json` and hidden files."""
+    """Paths inside a checkpoint, sorted, except `complete.json` and hidden files."""
     return sorted(_names_in(folder, lambda name: True))
 
 
 def _names_in(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[str]:
-    """Asks the file system about those alone that are wanted: on a network it takes its time."""
+    """Yield matching names; queries the file system only for these, because networked ones are slow."""
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
         if not path.name.startswith(".") and name != COMPLETE_FILE and is_wanted(name) and path.is_file():
@@ -83,7 +88,7 @@ def _names_in(folder: Path, is_wanted: Callable[[str], bool]) -> Iterator[str]:
 
 
 def write_rank_record(folder: Path, rank: int, world_size: int) -> None:
-    """Bring what this rank has written of a checkpoint to the disk, then say so in its record.
+    """Flush this rank's files of a checkpoint to disk, then write its record.
 
     Raises:
         OSError: the disk is full or broken.
@@ -97,7 +102,8 @@ def write_rank_record(folder: Path, rank: int, world_size: int) -> None:
 
 
 def read_rank_records(folder: Path, ranks: Iterable[int]) -> tuple[dict[str, FileSum], list[int]]:
-    """What these ranks say that they have written, their records too; and those whose record is not there yet."""
+    """Return the checksums in these ranks' records and of the records themselves, and the ranks without a record
+    yet."""
     sums: dict[str, FileSum] = {}
     missing = []
     for rank in ranks:
@@ -125,10 +131,10 @@ def write_complete(
     sums: Mapping[str, FileSum] | None = None,
     reshaped_from: int | None = None,
 ) -> None:
-    """Declare `folder` complete, atomically and durably. On one process, once every rank has written its files.
+    """Declare `folder` complete, atomically and durably. On one process, after every rank has written its files.
 
     Args:
-        sums: of all files, which are on the disk. None: this process has written all that is in `folder`.
+        sums: of all files, already on disk. None: this process has written everything in `folder`.
     """
     if sums is None:
         sums = {name: make_durable(folder / name) for name in files_in(folder)}
@@ -144,18 +150,18 @@ def write_complete(
         checksums={name: found.crc32 for name, found in sums.items()},
         reshaped_from=reshaped_from,
     )
-    sync_folder(folder.parent)  # its own entry, before anybody deletes older ones on its account
+    sync_folder(folder.parent)  # the folder's own entry, before older ones are deleted
     write_atomically(folder / COMPLETE_FILE, json.dumps(asdict(record), indent=1))
     (folder / PARTIAL_FILE).unlink(missing_ok=True)
 
 
 def read_complete(folder: Path) -> CompleteRecord:
-    """The record of a complete checkpoint whose files have their sizes.
+    """Read the record of a complete checkpoint, and check its files' sizes.
 
     Raises:
-        Damaged: says what is missing, and in which checkpoint.
+        Damaged: names the missing file or field, and the checkpoint.
         ValueError: it was never complete.
-        OSError: its file system does not answer, which says nothing about it.
+        OSError: its file system does not answer; the checkpoint may be well.
     """
     names = {each.name for each in fields(CompleteRecord)}
     try:
@@ -176,7 +182,7 @@ def read_complete(folder: Path) -> CompleteRecord:
 
 
 def read_resumable(folder: Path) -> CompleteRecord:
-    """As `read_complete`; raises ValueError also for one that holds the model alone."""
+    """Call `read_complete`; also raises ValueError for a checkpoint of the model alone."""
     record = read_complete(folder)
     if not record.resumable:
         raise ValueError(f"{folder} holds the model alone (save_only_model): training cannot go on from it")
@@ -184,12 +190,12 @@ def read_resumable(folder: Path) -> CompleteRecord:
 
 
 def verify(folder: Path, record: CompleteRecord, names: Iterable[str]) -> None:
-    """Read these files of a complete checkpoint, and hold them against their checksums.
+    """Read these files of a complete checkpoint, and compare their checksums.
 
     Raises:
-        Damaged: names the file that is not as it was written.
-        ValueError: this process does not see it, and somebody else has.
-        OSError: its file system does not answer, which says nothing about it.
+        Damaged: names the changed file.
+        ValueError: the file is visible to another process, but not to this one.
+        OSError: its file system does not answer; the checkpoint may be well.
     """
     for name in names:
         if name not in record.checksums:
@@ -203,7 +209,7 @@ def verify(folder: Path, record: CompleteRecord, names: Iterable[str]) -> None:
 
 
 def _read_twice(path: Path) -> FileSum:
-    """Its sum; a disk that does not give a file back the second time either has lost it."""
+    """Checksum of a file; read errors are retried once, a second one means lost data."""
     try:
         try:
             return sum_of(path)
@@ -224,7 +230,7 @@ def _read_twice(path: Path) -> FileSum:
 
 
 def shares(files: Mapping[str, int], world_size: int) -> list[list[str]]:
-    """Who reads which file to verify it: each rank its own, and the rest shared out by size, the largest first.
+    """Assign files to ranks for verification: each rank its own, the rest by size, the largest first.
 
     Args:
         files: size in bytes by name.
@@ -241,11 +247,11 @@ def shares(files: Mapping[str, int], world_size: int) -> list[list[str]]:
     return found
 
 
-# -- which one --------------------------------------------------------------------------------------------------------
+# -- choice -----------------------------------------------------------------------------------------------------
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """The folders `checkpoint-<step>`, newest step first, complete or not."""
+    """Folders `checkpoint-<step>`, newest step first, complete or not."""
     named = [path for path in output_dir.glob(f"{NAME_PREFIX}*") if path.name.removeprefix(NAME_PREFIX).isdecimal()]
     return sorted(filter(Path.is_dir, named), key=step_of, reverse=True)
 
@@ -256,7 +262,7 @@ def step_of(folder: Path) -> int:
 
 
 def check_is_checkpoint(folder: Path) -> None:
-    """Raises ValueError for the folder of a run, and for none at all; names the newest checkpoints beside it."""
+    """Raise ValueError for a run's folder, or a missing one; names the newest checkpoints there."""
     if inside := checkpoints(folder):
         newest = ", ".join(str(path) for path in inside[:3])
         raise ValueError(f"{folder} is the output folder of a run, not a checkpoint; its newest are: {newest}")
@@ -266,7 +272,7 @@ def check_is_checkpoint(folder: Path) -> None:
 
 
 def newest_complete(output_dir: Path) -> Path | None:
-    """The newest complete checkpoint that can be resumed."""
+    """Newest complete, resumable checkpoint; None if there is none."""
     for folder in checkpoints(output_dir):
         with contextlib.suppress(ValueError):
             read_resumable(folder)
@@ -275,7 +281,7 @@ def newest_complete(output_dir: Path) -> Path | None:
 
 
 def check_world_size(folder: Path, record: CompleteRecord, world_size: int) -> None:
-    """Raises ValueError when the checkpoint is for another number of ranks."""
+    """Raise ValueError if the checkpoint is for another number of ranks."""
     if record.world_size == world_size:
         return
     raise ValueError(
@@ -287,17 +293,17 @@ def check_world_size(folder: Path, record: CompleteRecord, world_size: int) -> N
 
 
 def check_reshaped(folder: Path, record: CompleteRecord, sampling: Mapping[str, int]) -> None:
-    """That a checkpoint which `grpo reshape` has made goes on with the batches of the run that it is of.
+    """Check that a reshaped checkpoint continues with the batches of its run.
 
     Args:
         sampling: of this job.
 
     Raises:
-        ValueError: names the settings, and what they have to be.
+        ValueError: names the settings, and their required values.
     """
     if record.reshaped_from is None:
         return
-    before = {"spare_groups": 0, **record.sampling}  # not in checkpoints from before there were any
+    before = {"spare_groups": 0, **record.sampling}  # not in checkpoints written before the option existed
     fixed = ("generation_batch_size", "num_generations", "num_iterations", "seed", "spare_groups")
     wrong = [f"{name} is {sampling[name]}, not {before[name]}" for name in fixed if sampling[name] != before[name]]
     steps, accumulation = "steps_per_generation", "gradient_accumulation_steps"

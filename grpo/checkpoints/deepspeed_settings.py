@@ -1,4 +1,4 @@
-"""What DeepSpeed does where it should not: settings that would undo checkpoints, an import that takes long."""
+"""Unsuitable DeepSpeed behaviour: settings that would break checkpoints, and a slow import."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,13 +7,13 @@ from grpo.place.patches.torch import compiling_later
 
 
 def check_deepspeed(config: Mapping[str, Any] | None) -> None:
-    """Refuse writers of DeepSpeed's that come back before they have written.
+    """Refuse DeepSpeed's asynchronous checkpoint writers: they return before they have written.
 
-    What they write is there at a later step, of which nobody hears: a checkpoint would count before it is whole. Saves
-    already go to the disk beside training.
+    Their files appear at some later step, without a notification: a checkpoint would count before it is complete. Saves
+    are flushed to disk in the background anyway.
 
     Args:
-        config: DeepSpeed's; None where it is not used.
+        config: DeepSpeed's; None without DeepSpeed.
 
     Raises:
         ValueError: names the key.
@@ -23,7 +23,7 @@ def check_deepspeed(config: Mapping[str, Any] | None) -> None:
     checkpoint = config.get("checkpoint") or {}
     late = {
         "checkpoint.writer.decoupled": (checkpoint.get("writer") or {}).get("decoupled"),
-        "datastates_ckpt": config.get("datastates_ckpt", False),  # is on wherever the key stands (0.19)
+        "datastates_ckpt": config.get("datastates_ckpt", False),  # the key's presence enables it (0.19)
     }
     for key, value in late.items():
         if value is not None and value is not False:
@@ -35,10 +35,10 @@ def check_deepspeed(config: Mapping[str, Any] | None) -> None:
 
 
 def import_deepspeeds_muon() -> None:
-    """Import what DeepSpeed imports wherever it looks at any optimizer (0.19), without what takes a second of it.
+    """Import DeepSpeed's Muon, needed for any optimizer (0.19), without its compilation of a second.
 
-    Three of Muon's functions are compiled there and then, for which torch loads its compiler. Here they are compiled
-    when they are first called.
+    Muon compiles three functions on import, for which torch loads its compiler. Here they are compiled at their first
+    call.
     """
     with compiling_later():
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401

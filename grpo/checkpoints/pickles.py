@@ -1,7 +1,7 @@
-"""Checkpoints of torch and DeepSpeed are pickles, and a pickle can run code: read with an allow-list alone.
+"""Safe loading of torch's and DeepSpeed's checkpoints: pickles can run code, so an allow-list applies.
 
-What is allowed is what torch, transformers and DeepSpeed store: tensors, plain values, arrays of random states, and a
-few records of DeepSpeed's. Whoever can write a checkpoint's folder can still change numbers in it, but runs nothing.
+Allowed are the objects torch, transformers and DeepSpeed store: tensors, plain values, arrays of random states, and a
+few records of DeepSpeed's. Anyone with write access to a checkpoint's folder can still change numbers, but run nothing.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _OF_DEEPSPEED = (  # 0.19
 
 @contextlib.contextmanager
 def allowed() -> Iterator[None]:
-    """What a checkpoint may hold can be loaded with `weights_only=True`."""
+    """Allow a checkpoint's objects for `weights_only=True` in a `with` block."""
     from transformers.trainer_pt_utils import safe_globals  # numpy's, for random states
 
     classes = map(pkgutil.resolve_name, _OF_DEEPSPEED)
@@ -37,28 +37,28 @@ def allowed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def weights_only() -> Iterator[None]:
-    """Every `torch.load` in here is with the allow-list, DeepSpeed's too."""
+    """Apply the allow-list to every `torch.load` in a `with` block, including DeepSpeed's."""
     with loading_weights_only(), allowed():
         yield
 
 
 def load_mapped(path: Path) -> Any:
-    """What is in the file; its tensors stay on the disk until they are read.
+    """Load a file; its tensors stay on disk until they are read.
 
     Raises:
-        ValueError: it holds something that is not allowed; names it.
+        ValueError: it contains a forbidden object; names it.
         OSError, RuntimeError: it cannot be read.
     """
     check_pickle(path)
-    with allowed():  # DeepSpeed can be asked to write the older format, which cannot be mapped
+    with allowed():  # DeepSpeed can be set to write the older format, which cannot be mapped
         return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
 
 
 def check_pickle(path: Path) -> None:
-    """Look through a file without running anything of it.
+    """Check a file without running any of its code.
 
     Raises:
-        ValueError: it holds something that is not allowed; names it.
+        ValueError: it contains a forbidden object; names it.
         OSError, RuntimeError: it cannot be read.
     """
     from transformers.trainer_pt_utils import safe_globals

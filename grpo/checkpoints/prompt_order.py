@@ -1,4 +1,4 @@
-"""Which prompts are in which generation batch: a function of seed, epoch and position alone."""
+"""Prompts of each generation batch: a function of seed, epoch and position alone."""
 
 import collections
 import contextlib
@@ -15,22 +15,22 @@ from grpo.checkpoints.rank_state import random_states, restore_random_states, se
 
 
 class GenerationSampler(Sampler[int]):
-    """TRL's `RepeatSampler` order, with the permutation of an epoch worked out from seed and epoch.
+    """TRL's `RepeatSampler` order, with each epoch's permutation computed from seed and epoch.
 
-    TRL's draws one permutation after the other from one generator, so a run that resumes in its second epoch replays
-    the first one's order (1.16). Epoch 0 is the same in both.
+    TRL's draws all permutations from one generator, so a run resumed in its second epoch repeats the first one's order
+    (1.16). Epoch 0 is the same in both.
 
     Args:
         num_prompts: rows of the data set.
-        prompts_per_batch: different prompts of a generation batch, over all ranks.
-        num_generations: how often each stands in the batch, next to itself.
-        repeats: how often a generation batch comes: once for each micro-batch that it is trained on.
-        spare_groups: different prompts of a generation batch beside those, which are sampled, too.
-        order: gives the rows of an epoch in the order in which they come, by the epoch's number; the same for the same
-            number, equally many for each. None: all rows, shuffled or not.
+        prompts_per_batch: distinct prompts of a generation batch, over all ranks.
+        num_generations: copies of each prompt in the batch, adjacent.
+        repeats: how often a generation batch is repeated: once for each micro-batch trained on it.
+        spare_groups: further distinct prompts of a generation batch, sampled too.
+        order: returns the rows of an epoch, in order, by the epoch's number; deterministic, with the same number of
+            rows for each epoch. None: all rows, shuffled or not.
 
     Raises:
-        ValueError: `order` gives something else.
+        ValueError: `order` returns something else.
     """
 
     def __init__(
@@ -60,19 +60,20 @@ class GenerationSampler(Sampler[int]):
 
     @property
     def is_drawn(self) -> bool:
-        """Whether somebody else's code says which rows come."""
+        """True if users' code determines the rows."""
         return self._order is not None
 
     @property
     def num_batches(self) -> int:
-        """Generation batches of an epoch; rows that do not fill one more are left out, other ones in each epoch."""
+        """Generation batches per epoch; leftover rows, too few for a batch, are dropped, different ones in each
+        epoch."""
         return self.num_prompts // (self.prompts_per_batch + self.spare_groups)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def permutation(self, epoch: int) -> list[int]:
-        """The order of the rows in `epoch`."""
+        """Row order of `epoch`."""
         if not self.shuffle and self._order is None:
             return list(range(self.num_prompts))
         if self._last_permutation is None or self._last_permutation[0] != epoch:
@@ -102,13 +103,13 @@ class GenerationSampler(Sampler[int]):
         return self.sampled_batch(epoch, index)[: self.prompts_per_batch * self.num_generations]
 
     def sampled_batch(self, epoch: int, index: int) -> list[int]:
-        """The same with spare groups."""
+        """Rows of a generation batch, spare groups included."""
         if not 0 <= index < self.num_batches:
             raise IndexError(f"generation batch {index} of {self.num_batches}")
         return [row for row in self._prompts(epoch, index) for _ in range(self.num_generations)]
 
     def _prompts(self, epoch: int, index: int) -> list[int]:
-        """The different rows of a generation batch, spare ones included."""
+        """Distinct rows of a generation batch, spare groups included."""
         size = self.prompts_per_batch + self.spare_groups
         return self.permutation(epoch)[index * size : (index + 1) * size]
 
@@ -123,16 +124,16 @@ class GenerationSampler(Sampler[int]):
         return self.num_batches * self.prompts_per_batch * self.num_generations * self.repeats
 
     def digest(self, num_batches: int) -> str:
-        """Of the rows of the epoch in which the first `num_batches` generation batches of the run end, up to there."""
+        """Hash of the rows of the present epoch, up to the first `num_batches` generation batches of the run."""
         epoch, last = divmod(num_batches - 1, self.num_batches)
         drawn = [self._prompts(epoch, index) for index in range(last + 1)]
         return hashlib.blake2b(np.asarray(drawn, np.int64).tobytes(), digest_size=8).hexdigest()
 
     def check(self, num_batches: int, digest: str) -> None:
-        """Hold what is drawn now against what was drawn before the checkpoint.
+        """Compare the present rows with those before the checkpoint.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: they differ.
         """
         if self.digest(num_batches) != digest:
             raise ValueError(
@@ -147,19 +148,19 @@ class GenerationSampler(Sampler[int]):
 
 
 class DrawnSampler(GenerationSampler):
-    """The order of any other sampler: a generation batch is drawn when it is first asked for, and kept.
+    """Order of any other sampler: a generation batch is drawn at its first use, and kept.
 
-    So what is read ahead is what comes. A run that resumes draws again from the first epoch on, with random numbers of
-    Python, NumPy and torch that are this sampler's alone: where the sampler looks at nothing else, it gives the same
-    rows, which `digest` shows.
+    So reading ahead gives the same rows as training. A resumed run draws again from the first epoch, with random states
+    of Python, NumPy and torch reserved for this sampler: if the sampler depends on nothing else, its rows are the same,
+    which `digest` verifies.
 
     Args:
-        sampler: gives each row `num_generations` times in a row; of what it gives for a generation batch, which comes
-            `repeats` times, the first time counts. It may have `set_epoch`.
-        inside: the trainer's own sampler where the other one may be around it.
+        sampler: yields each row `num_generations` times in a row. It yields a generation batch `repeats` times; only
+            the first one is used. It may have `set_epoch`.
+        inside: the trainer's own sampler, if the other one may wrap it.
 
     Raises:
-        ValueError: it does not, here or when a batch is drawn.
+        ValueError: its rows have another form, here or when a batch is drawn.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class DrawnSampler(GenerationSampler):
         self._random = seeded_states(seed)
         if not self.num_batches:
             raise self._makes_no_groups(f"has {size} rows, less than a generation batch, or no length")
-        self._drawn: dict[int, list[list[int]]] = {}  # of each batch its prompts; this epoch's, and the one before
+        self._drawn: dict[int, list[list[int]]] = {}  # prompts of each batch, for this epoch and the one before
         with self._own_random_numbers():
             self._begin(0)
             self._draw_until(1)
@@ -194,7 +195,7 @@ class DrawnSampler(GenerationSampler):
         with self._own_random_numbers():
             while self._now < epoch:
                 self._draw_until(self.num_batches)
-                collections.deque(self._rows, maxlen=0)  # what fills no batch
+                collections.deque(self._rows, maxlen=0)  # rows that fill no batch
                 self._begin(self._now + 1)
             if self._now == epoch:
                 self._draw_until(index + 1)
@@ -227,13 +228,13 @@ class DrawnSampler(GenerationSampler):
         self._rows = iter(self._sampler)
 
     def _draw_until(self, num_batches: int) -> None:
-        """So many of this epoch."""
+        """Draw batches of this epoch up to this number."""
         drawn = self._drawn[self._now]
         while len(drawn) < num_batches:
             drawn.append(self._draw())
 
     def _draw(self) -> list[int]:
-        """The prompts of the next generation batch."""
+        """Draw the prompts of the next generation batch."""
         size = self.prompts_per_batch * self.num_generations
         rows = [int(row) for row in itertools.islice(self._rows, size * self.repeats)][:size]
         prompts = rows[:: self.num_generations]
@@ -254,7 +255,7 @@ def _name(sampler: Any) -> str:
 
 
 def rows_of_batch(number: int, sampler: GenerationSampler, *, rank: int, world_size: int) -> list[int]:
-    """Numbers of a rank's rows, copies included; accelerate deals a generation batch out to ranks in order."""
+    """Return a rank's row numbers, copies included; accelerate distributes a generation batch to ranks in order."""
     rows = sampler.sampled_batch(*divmod(number, sampler.num_batches))
     share = len(rows) // world_size
     return rows[rank * share : (rank + 1) * share]
@@ -263,13 +264,14 @@ def rows_of_batch(number: int, sampler: GenerationSampler, *, rank: int, world_s
 def prompts_of_rows(
     rows: Sequence[int], dataset: Any, tokenize: Callable[[list[Any]], list[list[int]]]
 ) -> list[list[int]]:
-    """Token ids of rows with these numbers, copies included.
+    """Return the token ids of a rank's rows, copies included, of generation batch `number` of the run, counted from 0.
 
-    Read from the data set by row number. The data loader is not touched: looking one batch ahead in it would set
-    accelerate's end-of-data flag a batch too early, and with it gradient accumulation (1.15).
+    Reads the data set by row number. The data loader is not used: reading ahead in it would set accelerate's
+    end-of-data flag a batch too early, and so break gradient accumulation (1.15).
 
     Args:
-        tokenize: token ids of a list of prompts, as training does it.
+        rank: among `world_size` ranks.
+        tokenize: returns token ids of a list of prompts, as in training.
     """
     different = list(dict.fromkeys(rows))
     token_ids = tokenize([dataset[row]["prompt"] for row in different])

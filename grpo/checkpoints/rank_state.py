@@ -1,4 +1,4 @@
-"""What of a rank is no other rank's: its random numbers, and its part of a model."""
+"""State specific to a rank: its random states, and its shards of a model."""
 
 import random
 from collections.abc import Mapping
@@ -10,21 +10,21 @@ import torch.distributed as dist
 
 
 def own_shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Each parameter's part on this rank, on the CPU: under ZeRO-3 its own, otherwise all of it."""
+    """Return this rank's part of each parameter, on the CPU: its shard under ZeRO-3, otherwise all of it."""
     return {name: _shard(parameter).to("cpu", copy=True) for name, parameter in model.named_parameters()}
 
 
 def first_not_finite(model: torch.nn.Module) -> str:
-    """The first trained parameter that has a NaN or an infinity in this rank's part of it; "" where none has."""
+    """Name of the first trained parameter with NaN or infinity in this rank's part; "" if there is none."""
     trained = (named for named in model.named_parameters() if named[1].requires_grad)
     return next((name for name, parameter in trained if not _own_numbers(parameter).isfinite().all()), "")
 
 
 def load_own_shards(model: torch.nn.Module, shards: Mapping[str, torch.Tensor]) -> None:
-    """Bring back what `own_shards` has given."""
+    """Restore the result of `own_shards`."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # ZeRO-3 keeps small parameters whole beside their shards: let it gather them anew.
+            # ZeRO-3 keeps small parameters gathered beside their shards: make it gather them again.
             if hasattr(parameter, "ds_tensor") and parameter.ds_status.name == "AVAILABLE":
                 parameter.partition()
             _shard(parameter).copy_(shards[name])
@@ -35,7 +35,8 @@ def _shard(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _own_numbers(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Its shard without what ZeRO-3 fills up the last ranks' with, for all have one size: memory as it was found."""
+    """Return the shard without padding: ZeRO-3 pads the last ranks' shards to equal sizes, with uninitialised
+    memory."""
     shard = _shard(parameter).flatten()
     if not hasattr(parameter, "ds_tensor"):
         return shard
@@ -44,7 +45,7 @@ def _own_numbers(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def random_states() -> dict[str, Any]:
-    """Of all generators of this process, as they are now."""
+    """Return the states of all generators of this process."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -52,7 +53,7 @@ def random_states() -> dict[str, Any]:
 
 
 def seeded_states(seed: int) -> dict[str, Any]:
-    """What `random_states` gives once all generators have this seed; they are left as they are."""
+    """Return the result of `random_states` after seeding all generators; leaves them unchanged."""
     before = random_states()
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -1,7 +1,7 @@
-"""Which checkpoint a run goes on from: the newest one whose every file is as it was written.
+"""Choice of the checkpoint to resume: the newest one with all files unchanged.
 
-All ranks read, each its share, and take the same decision. What is damaged is quarantined, and the one before it is
-taken; a checkpoint that was asked for by name is never replaced by another.
+All ranks read their shares, and take the same decision. A damaged checkpoint is quarantined, and the one before it is
+used; a checkpoint requested by name is never replaced by another.
 """
 
 import re
@@ -24,9 +24,9 @@ from grpo.checkpoints.pickles import check_pickle
 from grpo.checkpoints.rotation import damaged_in, quarantine_damaged
 from grpo.groups.node_groups import NodeGroups
 
-MEET_S = 300.0  # while files are read, which takes as long as the disk is slow
+MEET_S = 300.0  # while files are read, which depends on the disk's speed
 _REFUSED = "refused: "
-# What a resume unpickles; a callback of the user's may have put files of its own beside it.
+# Files that a resume unpickles; callbacks of users may add their own files.
 _LOADED = re.compile(
     r"(_optim_states|_model_states|rollout_state_\d+|/?optimizer|/?scheduler|/?scaler)\.pt$|rng_state(_\d+)?\.pth$"
 )
@@ -34,14 +34,14 @@ _LOADED = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteCheckpoint:
-    """One that can be resumed."""
+    """A resumable checkpoint."""
 
     folder: Path
     record: CompleteRecord
 
 
 def named_checkpoint(wish: str) -> CompleteCheckpoint:
-    """The checkpoint that was asked for by name.
+    """Return the checkpoint requested by name.
 
     Raises:
         ValueError: there is none, or it is not complete.
@@ -58,14 +58,14 @@ def named_checkpoint(wish: str) -> CompleteCheckpoint:
 def newest_checkpoint(
     output_dir: Path, *, has_to_be: bool, reported: Sequence[str]
 ) -> tuple[CompleteCheckpoint | None, list[str]]:
-    """The newest complete checkpoint, and notes for the user. What is newer and damaged is quarantined.
+    """Return the newest complete checkpoint, and notes for the user. Quarantines newer damaged ones.
 
     Args:
-        has_to_be: whether a fresh start will not do.
+        has_to_be: a fresh start is not acceptable.
         reported: earlier notes, for the error.
 
     Raises:
-        ValueError: there is none, and there was one, or has to be.
+        ValueError: there is none left, or none although required.
     """
     notes = []
     for folder in checkpoints(output_dir):
@@ -90,7 +90,7 @@ def newest_checkpoint(
 
 
 def quarantine_saying(folder: Path, problem: str) -> str:
-    """Rename a damaged checkpoint; the warning about it."""
+    """Quarantine a damaged checkpoint; return the warning."""
     return f"WARNING: {problem}. It is now {quarantine_damaged(folder)}, and the checkpoint before it is taken"
 
 
@@ -102,15 +102,15 @@ def choose(
     *,
     known: CompleteCheckpoint | None = None,
 ) -> tuple[CompleteCheckpoint | None, list[str]]:
-    """What to resume from, and notes for the user. Collective: rank 0 looks, all read.
+    """Choose the checkpoint to resume; returns it with notes for the user. Collective: rank 0 searches, all read.
 
     Args:
-        wish: None or False: a fresh start. "auto": the newest complete checkpoint, a fresh start if there never was
-            one. True: the same, but there has to be one. A path: that one.
-        known: need not be read again.
+        wish: None or False: a fresh start. "auto": the newest complete checkpoint, or a fresh start if there never was
+            one. True: the same, but there must be one. A path: that checkpoint.
+        known: a checkpoint already read.
 
     Raises:
-        ValueError: there is none, the named one is not complete or damaged, or it does not fit this job.
+        ValueError: there is none, the named one is incomplete or damaged, or it does not fit this job.
     """
     notes: list[str] = []
     if wish is None or wish is False:
@@ -146,9 +146,9 @@ def choose(
 
 
 def _problems_of(groups: NodeGroups, checkpoint: CompleteCheckpoint, names: list[str]) -> list[str]:
-    """What is wrong with each rank's share of the files; empty if nothing is. Collective.
+    """Check all files, each rank its share; returns one problem per rank, '' if none. Collective.
 
-    Ranks meet on the way, so that none waits for longer than its group does.
+    Ranks synchronise in between, so that none waits longer than its group's timeout.
     """
     left, mine = list(names), _unlisted(checkpoint) if groups.topology.rank == 0 else ""
     while groups.largest(len(left)):
@@ -160,7 +160,8 @@ def _problems_of(groups: NodeGroups, checkpoint: CompleteCheckpoint, names: list
 
 
 def _unlisted(checkpoint: CompleteCheckpoint) -> str:
-    """What a resume would unpickle, and `complete.json` knows nothing of: libraries look for files by their names."""
+    """Report files that a resume would unpickle although `complete.json` does not list them: libraries find files by
+    name."""
     folder = checkpoint.folder
     found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     more = [name for name in found if _LOADED.search(name) and name not in checkpoint.record.files]
@@ -168,7 +169,7 @@ def _unlisted(checkpoint: CompleteCheckpoint) -> str:
 
 
 def _problem_of(checkpoint: CompleteCheckpoint, name: str) -> str:
-    """What is wrong with a file; empty if nothing is."""
+    """Problem with a file; '' if there is none."""
     try:
         verify(checkpoint.folder, checkpoint.record, [name])
     except Damaged as problem:

@@ -1,7 +1,7 @@
-"""Which checkpoints go, which are quarantined, and whether there is space for one more.
+"""Rotation of checkpoints: deletion, quarantine, and the check of free space.
 
-What is quarantined (another branch of the run, a damaged one) is a person's to look at, but no disk's to fill: of all
-of them the `KEPT_QUARANTINED` that were written last stay.
+Quarantined checkpoints (another branch of the run, damaged ones) are kept for the user, but must not fill the disk:
+only the `KEPT_QUARANTINED` written last are kept.
 """
 
 import errno
@@ -27,19 +27,19 @@ DELETED_PREFIX = ".deleted-"
 
 
 def kept_limit(limit: int | None) -> int | None:
-    """How many complete checkpoints stay for `save_total_limit`; None: all of them."""
+    """Number of complete checkpoints to keep for `save_total_limit`; None: all of them."""
     return None if limit is None or limit <= 0 else max(limit, LEAST_KEPT)
 
 
 def is_partial(folder: Path) -> bool:
-    """Whether we began to write it, and never came to the end."""
+    """True if we began to write it and did not finish."""
     return (folder / PARTIAL_FILE).exists() and not (folder / COMPLETE_FILE).exists()
 
 
 def to_rotate(output_dir: Path, *, limit: int | None, keep: set[Path]) -> list[Path]:
-    """What `rotate` deletes: the oldest complete checkpoints beyond `limit`, and older ones that were never finished.
+    """Checkpoints to delete: the oldest complete ones beyond `limit`, and older unfinished ones.
 
-    `LEAST_KEPT` that can be resumed stay whatever the limit says, and so does `keep`: the best, the newly written.
+    Keeps at least `LEAST_KEPT` resumable ones, and those in `keep`: the best, the newly written.
     """
     if (limit := kept_limit(limit)) is None:
         return []
@@ -63,23 +63,23 @@ def to_rotate(output_dir: Path, *, limit: int | None, keep: set[Path]) -> list[P
 
 
 def rotate(output_dir: Path, *, limit: int | None, keep: set[Path]) -> None:
-    """Delete what `to_rotate` names. Once the newest checkpoint is on the disk."""
+    """Delete the result of `to_rotate`. Call it once the newest checkpoint is on disk."""
     for folder in to_rotate(output_dir, limit=limit, keep=keep):
         delete(folder)
 
 
 def delete(folder: Path) -> None:
-    """Delete a checkpoint; one that is half deleted when the process ends goes at the next start."""
+    """Delete a checkpoint; one half deleted at the end of the process is removed at the next start."""
     going = folder.with_name(DELETED_PREFIX + folder.name)
     _replace(folder, going)
     shutil.rmtree(going, ignore_errors=True)
 
 
 def delete_partial(output_dir: Path) -> list[Path]:
-    """Delete what earlier attempts began to write and did not finish: nobody can go on from it.
+    """Delete unfinished checkpoints of earlier attempts: they cannot be resumed.
 
     Returns:
-        What it was.
+        The deleted checkpoints.
     """
     partial = [folder for folder in checkpoints(output_dir) if is_partial(folder)]
     for folder in partial:
@@ -91,7 +91,7 @@ def delete_partial(output_dir: Path) -> list[Path]:
 
 
 def begin_partial(folder: Path) -> None:
-    """Ready the folder of a checkpoint that is about to be written: until it is complete it says that it is not."""
+    """Prepare the folder of a new checkpoint, marked as partial until it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / COMPLETE_FILE).unlink(missing_ok=True)
     for record in folder.glob("files-*.json"):  # of a checkpoint of the same step
@@ -101,12 +101,12 @@ def begin_partial(folder: Path) -> None:
 
 
 def quarantine(output_dir: Path, *, after_step: int, attempt: int) -> list[Path]:
-    """Move checkpoints of later steps into `abandoned.attempt-<k>`: another branch, which nobody goes on with.
+    """Move checkpoints of later steps to `abandoned.attempt-<k>`: a branch that is not continued.
 
-    They would otherwise be taken for the newest ones, and the new branch's for old ones.
+    Otherwise they would count as the newest ones, and the new branch's as old ones.
 
     Returns:
-        Where they are now.
+        Their new paths.
     """
     moved = []
     for folder in checkpoints(output_dir):
@@ -119,7 +119,7 @@ def quarantine(output_dir: Path, *, after_step: int, attempt: int) -> list[Path]
 
 
 def quarantine_damaged(folder: Path) -> Path:
-    """Rename a damaged checkpoint so that it is not taken again; where it is now."""
+    """Quarantine a damaged checkpoint by renaming it; returns its new path."""
     target = folder.with_name(DAMAGED_PREFIX + folder.name)
     _replace(folder, target)
     return target
@@ -133,15 +133,15 @@ def _replace(folder: Path, target: Path) -> None:
 
 
 def damaged_in(output_dir: Path) -> list[Path]:
-    """Checkpoints that were quarantined as damaged."""
+    """List quarantined damaged checkpoints."""
     return sorted(output_dir.glob(f"{DAMAGED_PREFIX}{NAME_PREFIX}*"))
 
 
 def bound_quarantine(output_dir: Path) -> list[Path]:
-    """Delete all that was quarantined but for the `KEPT_QUARANTINED` that were written last.
+    """Delete quarantined checkpoints, except the `KEPT_QUARANTINED` written last.
 
     Returns:
-        What was deleted.
+        The deleted checkpoints.
     """
     abandoned = output_dir.glob(f"{ABANDONED.format('*')}/{NAME_PREFIX}*")
     aside = sorted([*abandoned, *damaged_in(output_dir)], key=_written_at, reverse=True)
@@ -158,18 +158,19 @@ def _written_at(folder: Path) -> tuple[float, str]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes that a checkpoint takes."""
+    """Size of a checkpoint in bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def check_free_space(output_dir: Path, needed_bytes: int, *, rotated: list[Path]) -> None:
-    """Refuse a save that does not fit, before anything of it is written.
+    """Refuse a save that does not fit, before anything is written.
 
     Args:
-        rotated: what will be deleted after it, which is no space for it: the older ones go when it is on the disk.
+        rotated: checkpoints deleted afterwards. They do not count as space: they are deleted once the new one is on
+            disk.
 
     Raises:
-        OSError: with all numbers.
+        OSError: has all numbers.
     """
     free = shutil.disk_usage(output_dir).free
     if free >= needed_bytes:

@@ -1,4 +1,4 @@
-"""`GRPOConfig`: TRL's, plus where engines run, how weights reach them and how long anything may take."""
+"""`GRPOConfig`: TRL's options, plus those for engines, weight syncs and timeouts."""
 
 import logging
 import math
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 class GRPOConfig(MultiTurnConfig, EvaluationConfig, GroupConfig, RecordingConfig, trl.GRPOConfig):
     """TRL's `GRPOConfig` with `use_vllm` on and `vllm_mode="local"`: every node hosts its own engines.
 
-    `vllm_mode` `"server"` and `"colocate"`, and `use_vllm=False`, go to TRL untouched.
+    `vllm_mode` `"server"` and `"colocate"`, and `use_vllm=False`, are passed to TRL unchanged.
     """
 
     use_vllm: bool = True
@@ -154,12 +154,13 @@ class GRPOConfig(MultiTurnConfig, EvaluationConfig, GroupConfig, RecordingConfig
 
     @property
     def local_mode(self) -> bool:
-        """Whether this project's engines generate."""
+        """True if this project's engines generate."""
         return self.use_vllm and self.vllm_mode == "local"
 
     @property
     def balances_nodes(self) -> bool:
-        """`vllm_balance_nodes`, resolved: with one batch ahead it would chase what differs from batch to batch."""
+        """`vllm_balance_nodes`, resolved: with fewer than two batches ahead, balancing would follow random
+        variation."""
         return self.generation_lookahead >= 2 if self.vllm_balance_nodes is None else self.vllm_balance_nodes
 
     @property
@@ -169,7 +170,7 @@ class GRPOConfig(MultiTurnConfig, EvaluationConfig, GroupConfig, RecordingConfig
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
-        """`vllm_engine_kwargs`, parsed; {} where there are none."""
+        """`vllm_engine_kwargs`, parsed; {} if unset."""
         assert not isinstance(self.vllm_engine_kwargs, str), "TrainingArguments parses its dict fields"
         return self.vllm_engine_kwargs or {}
 
@@ -200,7 +201,7 @@ class GRPOConfig(MultiTurnConfig, EvaluationConfig, GroupConfig, RecordingConfig
                     check_is_for_cpus(parent_argv())
                 check_placement(self, os.environ, num_gpus)
             if not torch.accelerator.is_available():
-                # Accelerate's DeepSpeed launcher does not pass `use_cpu` of its file on to the ranks (1.15), and
+                # Accelerate's DeepSpeed launcher does not pass its file's `use_cpu` to the ranks (1.15), and
                 # transformers then takes each rank for the only one.
                 self.use_cpu = True
         try:
@@ -225,7 +226,8 @@ class GRPOConfig(MultiTurnConfig, EvaluationConfig, GroupConfig, RecordingConfig
             )
 
     def _take_launchers_word(self) -> None:
-        """`grpo launch --output-dir DIR --resume auto` counts more than the script, whose arguments it leaves alone."""
+        """Apply `grpo launch --output-dir DIR --resume auto`, which override the script without changing its
+        arguments."""
         for name, variable in (("output_dir", "GRPO_OUTPUT_DIR"), ("resume_from_checkpoint", "GRPO_RESUME")):
             value = os.environ.get(variable)
             own = getattr(self, name)
@@ -237,7 +239,8 @@ class GRPOConfig(MultiTurnConfig, EvaluationConfig, GroupConfig, RecordingConfig
 
     @cached_property
     def _setup_devices(self) -> torch.device:
-        """Where transformers makes the process group; beside `--deepspeed FILE` it forgets the backend."""
+        """Device property in which transformers makes the process group; with `--deepspeed FILE` it ignores the
+        backend."""
         if self.use_cpu and (self.deepspeed or is_on(os.environ.get("ACCELERATE_USE_DEEPSPEED"))):
             leave_out_shared_memory_op()
         if self.deepspeed and self.ddp_backend and not self.use_cpu and read_launch(os.environ).launched:
@@ -246,12 +249,12 @@ class GRPOConfig(MultiTurnConfig, EvaluationConfig, GroupConfig, RecordingConfig
 
 
 def own_fields(ours: Any, theirs: Any) -> list[str]:
-    """The fields that a dataclass adds to the one that it extends."""
+    """Fields a dataclass adds to its base class."""
     return [each.name for each in fields(ours) if each.name not in theirs.__dataclass_fields__]
 
 
 def batch_advice(args: trl.GRPOConfig, world_size: int) -> str:
-    """The settings to change where batches do not divide; '' where they do."""
+    """Suggest settings if batches do not divide evenly; '' if they do."""
     group, micro_batch = args.num_generations, args.per_device_train_batch_size * world_size
     size, steps = args.generation_batch_size, args.steps_per_generation
     if size is not None and steps is None and size % micro_batch:

@@ -1,4 +1,4 @@
-"""What settings of local mode say no to, each with the value and the way out."""
+"""Checks of local mode's settings; errors have the value and the fix."""
 
 import importlib.util
 import math
@@ -22,7 +22,7 @@ _SERVER_FIELDS = (
     "vllm_group_port",
 )
 
-# Engine arguments that follow from other settings. A second way to set them would be a way to contradict oneself.
+# Engine arguments derived from other settings. A second way to set them would allow contradictions.
 OWN_ENGINE_KEYS = {
     "model": "model_name_or_path",
     "tokenizer": "processing_class",
@@ -69,7 +69,7 @@ _OTHER_DISTRIBUTION = (
     "has (logit_bias, bad_words, structured_outputs) is in the log-probabilities that importance sampling reads"
 )
 
-# Engine arguments that make the engines another policy than the trained one, without an error. By vLLM 0.31.
+# Engine arguments that silently make the engines another policy than the trained one (vLLM 0.31).
 OTHER_POLICY_KEYS = {
     "generation_config": _OTHER_ENDS,
     "override_generation_config": _OTHER_ENDS,
@@ -87,7 +87,7 @@ SHARED_MODEL = (
     "process): remove it"
 )
 
-# What these may be. TRL looks at its own ones where it uses them, after the first generation (1.16).
+# Valid values. TRL checks its own options only when it uses them, after the first generation (1.16).
 CHOICES = {
     "vllm_sync_backend": ("auto", "nccl", "shm"),
     "vllm_lora": ("auto", "adapter", "merge"),
@@ -101,12 +101,12 @@ CHOICES = {
 
 _TIMEOUTS = ("vllm_start_timeout", "vllm_generate_timeout", "vllm_sync_timeout", "reward_timeout")
 
-# What each is installed as. transformers looks at them when it builds the trainer, after the engines have begun (5.17).
+# Package names of trackers. transformers checks them when it builds the trainer, after engines have started (5.17).
 _TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",)}
 
 
 def check_trackers(report_to: str | list[str] | None) -> None:
-    """That those that are asked for are known and installed."""
+    """Check that the requested trackers are known and installed."""
     for name in [report_to] if isinstance(report_to, str) else report_to or []:
         if name in ("none", "all"):
             continue
@@ -124,7 +124,7 @@ def check_trackers(report_to: str | list[str] | None) -> None:
 
 
 def check_counts(args: Any) -> None:
-    """What others divide by, or count up to."""
+    """Check lower bounds of counts and divisors."""
     least = {"num_generations": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     least |= {"steps_per_generation": 1, "generation_batch_size": 2, "num_iterations": 1}
     least |= {"max_completion_length": 1, "vllm_max_model_length": 2, "completions_per_step": 2}
@@ -135,13 +135,13 @@ def check_counts(args: Any) -> None:
 
 
 def check_placement(args: Any, environment: Mapping[str, str], num_gpus: int) -> None:
-    """Check that ranks and engines fit this node's GPUs, by what one rank knows; does nothing without GPUs.
+    """Check that ranks and engines fit this node's GPUs, as far as one rank knows; does nothing without GPUs.
 
-    Before anything slow, and before DeepSpeed opens NCCL's communicator of all ranks (0.19), where transformers makes
-    the process group: a rank without a GPU fails there, and the others wait.
+    Runs before anything slow, and before DeepSpeed opens NCCL's communicator of all ranks (0.19), as transformers makes
+    the process group: a rank without a GPU would fail there, and the others would wait.
 
     Args:
-        environment: of a process that a launcher has started, or of one that was started by hand.
+        environment: of a process started by a launcher or by hand.
 
     Raises:
         ValueError: they do not fit.
@@ -150,7 +150,7 @@ def check_placement(args: Any, environment: Mapping[str, str], num_gpus: int) ->
     if not num_gpus or not launch.launched:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # given once, by the trainer, which looks at all nodes
+        warnings.simplefilter("ignore")  # the trainer warns once, with all nodes in view
         plan_node(
             launch,
             [str(index) for index in range(num_gpus)],
@@ -161,10 +161,10 @@ def check_placement(args: Any, environment: Mapping[str, str], num_gpus: int) ->
 
 
 def accumulation_of(args: Any, num_ranks: int) -> int:
-    """Micro-batches of a rank that make `completions_per_step` of all ranks, in whole groups.
+    """Gradient accumulation steps per rank for `completions_per_step` over all ranks, in whole groups.
 
     Raises:
-        ValueError: no whole number of them does, or `gradient_accumulation_steps` says another.
+        ValueError: no whole number fits, or `gradient_accumulation_steps` has another value.
     """
     asked, size, group = args.completions_per_step, args.per_device_train_batch_size, args.num_generations
     micro_batch = size * num_ranks
@@ -247,10 +247,11 @@ def check_local(args: Any) -> None:
 
 
 def check_data_parallel(config: ParallelismConfig | None, where: str) -> None:
-    """Refuse ranks that share a model: TRL gives each rank prompts of its own (1.16), and we completions of its own.
+    """Refuse ranks that share a model: TRL gives each rank its own prompts (1.16), and engines give it its own
+    completions.
 
     Raises:
-        ValueError: names the size that is more than one.
+        ValueError: names the size above one.
     """
     for name in ("tp_size", "cp_size", "sp_size"):
         if config is not None and getattr(config, name) > 1:
@@ -273,13 +274,13 @@ def _check_engine_kwargs(engine_kwargs: Mapping[str, Any], *, use_cpu: bool) -> 
 
 
 def check_quantised_engine(method: str, *, use_cpu: bool) -> None:
-    """Refuse engines that hold less than they are sent, where that cannot be.
+    """Refuse a quantised engine where its format does not allow weight syncs.
 
     Args:
-        method: vLLM's name of it; '' for none.
+        method: vLLM's name of the quantisation; '' for none.
 
     Raises:
-        ValueError: says why.
+        ValueError: has the reason.
     """
     if "awq" in method or "gptq" in method:
         raise ValueError(
@@ -316,8 +317,8 @@ def _check_generation_kwargs(args: Any, generation_kwargs: Mapping[str, Any]) ->
 
 
 def _check_in_flight(generation_lookahead: int, engine_kwargs: Mapping[str, Any]) -> None:
-    """Engines that are given new weights amid completions. Other caches of KV than vLLM's own and that in host memory
-    are refused in any case (`OWN_ENGINE_KEYS`)."""
+    """Check engines that receive new weights during generation. KV caches other than vLLM's own and host memory are
+    refused in any case (`OWN_ENGINE_KEYS`)."""
     if generation_lookahead < 2:
         return
     if engine_kwargs.get("kv_offloading_size"):

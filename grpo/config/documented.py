@@ -1,4 +1,4 @@
-"""The help of options: what stands under a field is what `--help` and the page of options say of it."""
+"""Help of options: the docstring under a field is its text in `--help` and on the page of options."""
 
 import ast
 import contextlib
@@ -12,9 +12,9 @@ Options = TypeVar("Options", bound=type)
 
 
 def documented(options: Options) -> Options:
-    """Decorates a dataclass of options: the docstring of a field becomes its `help`, as transformers' parser takes it.
+    """Decorator for a dataclass of options: a field's docstring becomes its `help`, as transformers' parser expects.
 
-    Read from the source, which Python keeps no docstring of a field of; without the source there is no help.
+    Reads the source, because Python does not keep docstrings of fields; without the source there is no help.
     """
     source = ""
     with contextlib.suppress(OSError):

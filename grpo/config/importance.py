@@ -1,13 +1,13 @@
-"""Importance sampling and how far engines may sample ahead: which settings go together."""
+"""Checks of importance sampling and of asynchronous generation: which settings go together."""
 
 from typing import Any
 
 
 def check_importance_sampling(args: Any) -> None:
-    """Check that what makes up for samples of another policy fits the loss, and how far ahead they are sampled.
+    """Check that the correction for off-policy samples fits the loss, and how far ahead batches are sampled.
 
     Raises:
-        ValueError: names the setting and the way out.
+        ValueError: names the setting and the fix.
     """
     if args.old_logprobs == "engine":
         _check_clip_on_engines(args)
@@ -49,7 +49,7 @@ def check_lookahead(args: Any) -> None:
     """Check `generation_lookahead`, and that rows can be read as far ahead.
 
     Raises:
-        ValueError: names the setting and the way out.
+        ValueError: names the setting and the fix.
     """
     ahead = args.generation_lookahead
     if not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0:

@@ -1,4 +1,4 @@
-"""Which model the engines build, before the trainer has loaded it, and with which settings."""
+"""The engines' model and settings, determined before the trainer has loaded the model."""
 
 import os
 import shutil
@@ -16,30 +16,34 @@ from grpo.model.text_part import is_hybrid, is_multimodal, placeholder_ids
 from grpo.place.topology import NodeTopology
 
 CPU_KV_CACHE_BYTES = 2**30  # of an engine without GPUs
-NEVER = -100.0  # the least that vLLM's logit_bias takes (0.31)
-VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what its max_lora_rank may be (0.31)
+NEVER = -100.0  # minimum of vLLM's logit_bias (0.31)
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # valid values of its max_lora_rank (0.31)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineModel:
-    """Which model the engines build, and in what dtype; their weights come with the first weight sync."""
+    """Model of the engines and its dtype; the first weight sync brings the weights.
+
+    Example:
+        EngineModel(path="Qwen/Qwen3-0.6B", tokenizer="Qwen/Qwen3-0.6B", revision=None, dtype=torch.bfloat16)
+    """
 
     path: str
-    """A folder or a hub id with a configuration."""
+    """A folder or Hub id with a configuration."""
     tokenizer: str
     revision: str | None
     dtype: torch.dtype
     is_multimodal: bool = False
     takes_images: bool = False
-    """Of a multimodal one the engines build the text part alone otherwise."""
+    """False: of a multimodal model the engines build the text part alone."""
     never_sampled: frozenset[int] = frozenset()
-    """Tokens that stand for images: a completion with one would have a place for an image that is not there."""
+    """Placeholder tokens of images: a completion must not contain one, as there is no image for it."""
     is_hybrid: bool = False
-    """With layers that keep a recurrent state."""
+    """True for a model with layers of recurrent state."""
 
 
 class PrivateFolder:
-    """A folder for this user's eyes alone; gone with the object, emptied by the next run where this one is killed."""
+    """A folder readable by this user only. Removed with the object; after a kill, cleared by the next run."""
 
     _finalizers: ClassVar[dict[Path, weakref.finalize]] = {}
 
@@ -61,13 +65,13 @@ def describe_model(
     *,
     takes_images: bool = False,
 ) -> tuple[EngineModel, PrivateFolder | None]:
-    """The engines' model.
+    """Describe the engines' model.
 
-    A model given as an object, or a tokenizer or processor given beside a path, is written to a private folder under
-    `<output_dir>`: configurations and tokenizer, never weights.
+    A model given as an object, or a tokenizer or processor given with a path, is written to a private folder under
+    `<output_dir>`: configuration and tokenizer, never weights.
 
     Returns:
-        The description, and the folder to keep as long as the engines run; None on ranks that start none.
+        The description, and the folder to keep while the engines run; None on ranks without engines.
     """
     dtype = compute_dtype(model, args)
     if isinstance(model, str):
@@ -79,7 +83,8 @@ def describe_model(
     folder = None
     if topology.is_local_main and (not isinstance(model, str) or processing_class is not None):
         folder = PrivateFolder(Path(args.output_dir) / "engine" / f"node{topology.node}")
-        if takes_images and isinstance(model, str):  # vLLM reads a processor beside the model, not beside a tokenizer
+        # vLLM reads a processor from the model's folder, not from the tokenizer's
+        if takes_images and isinstance(model, str):
             model_config(model, args).save_pretrained(folder.path)
             path, revision = str(folder.path), None
         if not isinstance(model, str):
@@ -88,7 +93,7 @@ def describe_model(
             vars(config).pop("quantization_config", None)  # engines get dequantised weights
             config.save_pretrained(folder.path)
             if model.generation_config is not None:
-                # Not save_pretrained, which refuses settings that contradict each other but matter to nobody here.
+                # Not save_pretrained: it refuses contradictory settings that do not matter here.
                 model.generation_config.to_json_file(folder.path / "generation_config.json")
             path = str(folder.path)
         if processing_class is not None:
@@ -109,25 +114,25 @@ def describe_model(
 
 
 def base_of(model: Any) -> "str | PreTrainedModel":
-    """What PEFT has wrapped, where it has."""
+    """Return the base model of a PEFT model, or the model itself."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
 def _architecture(model: PreTrainedModel) -> str:
-    """The transformers class that a user's own class may be derived from: what vLLM knows."""
+    """Name of a transformers class known to vLLM: a possible base of a user's class."""
     return next(c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers.models."))
 
 
 def compute_dtype(model: "str | PreTrainedModel", args: GRPOConfig) -> torch.dtype:
-    """The dtype in which the trainer computes, which is the engine's: never vLLM's `auto`."""
-    # bf16 and fp16, or what the launcher's `mixed_precision` says where both are off
+    """Compute dtype of the trainer, also used for the engine: never vLLM's `auto`."""
+    # bf16 and fp16, or the launcher's `mixed_precision` if both are off
     if args.mixed_precision in ("bf16", "fp16"):
         return {"bf16": torch.bfloat16, "fp16": torch.float16}[args.mixed_precision]
     return loaded_dtype(model, args)
 
 
 def loaded_dtype(model: "str | PreTrainedModel", args: GRPOConfig) -> torch.dtype:
-    """The dtype in which TRL loads the model, or has it; in which it stays without DeepSpeed."""
+    """Dtype in which TRL loads the model, or has it; unchanged without DeepSpeed."""
     if not isinstance(model, str):
         return model.dtype
     asked = (args.model_init_kwargs or {}).get("dtype", "float32")  # TRL's default
@@ -137,20 +142,20 @@ def loaded_dtype(model: "str | PreTrainedModel", args: GRPOConfig) -> torch.dtyp
 
 
 def attention_heads(model: "str | PreTrainedModel", args: GRPOConfig) -> tuple[int | None, int | None]:
-    """Attention and key-value heads of a model that is not loaded yet; (None, None) where nothing depends on them."""
+    """Return (attention heads, key-value heads) of a model not loaded yet; (None, None) if they do not matter."""
     if args.vllm_tensor_parallel_size == 1:
         return None, None
     return head_counts(model_config(model, args))
 
 
 def head_counts(config: Any) -> tuple[int | None, int | None]:
-    """Attention and key-value heads of a model's configuration; None for what it does not say."""
+    """Return (attention heads, key-value heads) from a configuration; None for an unknown number."""
     text = config.get_text_config()
     return getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
 
 
 def model_config(model: "str | PreTrainedModel", args: GRPOConfig) -> Any:
-    """The model's configuration, without its weights."""
+    """Return the model's configuration, without loading weights."""
     if not isinstance(model, str):
         return model.config
     revision = (args.model_init_kwargs or {}).get("revision")
@@ -158,15 +163,15 @@ def model_config(model: "str | PreTrainedModel", args: GRPOConfig) -> Any:
 
 
 def readable_config(model: "str | PreTrainedModel", args: GRPOConfig) -> Any:
-    """The same; None where it cannot be read, which `check_model` says better."""
+    """Return the model's configuration; None if it cannot be read: `check_model` has a better error."""
     try:
         return model_config(model, args)
-    except Exception:  # noqa: BLE001  of the hub's client, of transformers or of the model's own code
+    except Exception:  # noqa: BLE001  raised by the Hub's client, by transformers or by the model's own code
         return None
 
 
 def choose_backend(asked: str, *, has_gpus: bool) -> str:
-    """`nccl` or `shm`, for `vllm_sync_backend`.
+    """Resolve `vllm_sync_backend` to `nccl` or `shm`.
 
     Raises:
         ValueError: NCCL without GPUs.
@@ -180,14 +185,14 @@ def choose_backend(asked: str, *, has_gpus: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSlot:
-    """Space for LoRA adapters in an engine."""
+    """Capacity for LoRA adapters in an engine."""
 
     rank: int
-    """Of the layer with the largest one."""
+    """Rank of the layer with the largest one."""
     layers: tuple[str, ...]
-    """Last names of those that are adapted."""
+    """Last parts of the names of the adapted layers."""
     number: int = 1
-    """Of adapters that the engine holds at once: one for each batch that is under way, and the newest."""
+    """Number of adapters held at once: one for each batch in progress, and the newest."""
 
     @property
     def engine_args(self) -> dict[str, Any]:
@@ -195,14 +200,14 @@ class AdapterSlot:
             "enable_lora": True,
             "max_loras": self.number,
             "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= self.rank),
-            "lora_target_modules": list(self.layers),  # others are left as they are, and cost nothing
+            "lora_target_modules": list(self.layers),  # other layers are left as they are, and cost nothing
         }
 
 
 def engine_args(
     args: GRPOConfig, model: EngineModel, topology: NodeTopology, adapters: AdapterSlot | None = None
 ) -> dict[str, Any]:
-    """Arguments of vLLM's `AsyncEngineArgs` for this job, without those of the weight transfer."""
+    """Return vLLM's `AsyncEngineArgs` for this job, without those of the weight transfer."""
     settings: dict[str, Any] = {
         "model": model.path,
         "tokenizer": model.tokenizer,
@@ -213,7 +218,7 @@ def engine_args(
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "model_impl": args.vllm_model_impl,
         "load_format": "dummy",  # the first weight sync brings every weight, or fails
-        "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from: what importance sampling needs
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, as importance sampling needs
         "seed": args.seed,
         "disable_log_stats": True,
     }
@@ -224,13 +229,14 @@ def engine_args(
     if not topology.devices and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         settings["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES  # vLLM would take its share of the host's memory
     if not topology.devices:
-        # A seeded request of which a step computes only a part of the prompt ends vLLM's engine on CPUs: "CPU
-        # Generator does not use offset" (0.31, `_bookkeeping_sync`).
+        # A seeded request with a chunked prompt ends vLLM's engine on CPUs: "CPU Generator does not use offset" (0.31,
+        # `_bookkeeping_sync`).
         settings["enable_chunked_prefill"] = False
         if model.is_hybrid:
-            settings["enable_prefix_caching"] = False  # of recurrent states vLLM caches prefixes by chunks alone (0.31)
+            settings["enable_prefix_caching"] = False  # vLLM caches prefixes of recurrent states only by chunks (0.31)
     if model.takes_images:
-        settings["limit_mm_per_prompt"] = {"video": 0, "audio": 0}  # vLLM would keep space for the largest ones
+        # otherwise vLLM reserves memory for the largest inputs
+        settings["limit_mm_per_prompt"] = {"video": 0, "audio": 0}
     elif model.is_multimodal:
         settings["language_model_only"] = True
     if adapters is not None:
@@ -239,7 +245,7 @@ def engine_args(
 
 
 def sampling_settings(args: GRPOConfig) -> dict[str, Any]:
-    """Arguments of `SamplingParams` common to all requests, as TRL sets them; `generation_kwargs` come last."""
+    """Return the `SamplingParams` arguments common to all requests, as in TRL; `generation_kwargs` override them."""
     settings: dict[str, Any] = {
         "temperature": args.temperature,
         "top_p": args.top_p,
@@ -255,14 +261,14 @@ def sampling_settings(args: GRPOConfig) -> dict[str, Any]:
 
 
 def without_tokens(settings: dict[str, Any], never_sampled: Collection[int]) -> dict[str, Any]:
-    """Sampling arguments by which no engine samples one of these tokens."""
+    """Add a logit bias to sampling arguments, so that no engine samples these tokens."""
     if not never_sampled:
         return settings
     bias = {token: NEVER for token in sorted(never_sampled)}
     return {**settings, "logit_bias": {**(settings.get("logit_bias") or {}), **bias}}
 
 
-# Of `SamplingParams`: by none of these does a token depend on how vLLM came by those before it.
+# Arguments of `SamplingParams` under which sampling does not depend on how earlier tokens came about.
 _CONTINUED = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "min_tokens"),
     *("stop_token_ids", "ignore_eos", "logit_bias", "allowed_token_ids"),
@@ -270,13 +276,13 @@ _CONTINUED = {
 
 
 def can_continue(args: GRPOConfig) -> bool:
-    """Whether vLLM samples the rest of a completion alike where it is given its first tokens as a part of the prompt: a
-    grammar, a stop string or a penalty that counts completions alone would begin anew."""
+    """True if vLLM samples the rest of a completion as before when its first tokens are given as part of the prompt. A
+    grammar, a stop string or a penalty on completions alone would start anew."""
     return {name for name, value in sampling_settings(args).items() if value} <= _CONTINUED
 
 
 def samples_as_scored(args: GRPOConfig) -> bool:
-    """Whether engines sample of the distribution that the trainer computes: nothing is cut off, penalised or masked."""
+    """True if engines sample from the trainer's distribution: no truncation, penalty or mask."""
     others = sampling_settings(args)
     neutral = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,)}
     is_neutral = all(others.pop(name) in values for name, values in neutral.items())

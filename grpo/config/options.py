@@ -1,4 +1,5 @@
-"""Options by subject, which `GRPOConfig` puts together: recording, episodes, evaluation, groups; their checks."""
+"""Options by subject, combined by `GRPOConfig`: recording, multi-turn rollouts, evaluation, groups; and their
+checks."""
 
 import math
 import os
@@ -16,7 +17,7 @@ from grpo.place.spelling import did_you_mean
 @documented
 @dataclass
 class RecordingConfig:
-    """Fields that say what is recorded of a run, beside metrics and timelines."""
+    """Options for recordings of a run, beside metrics and timelines."""
 
     log_completions_prompts: int = 8
     """For how many prompts of a log step all completions are kept, with rewards, advantages and where they were
@@ -40,7 +41,7 @@ def check_recording(args: Any) -> None:
 
 
 def profiled_steps(text: str | None) -> range:
-    """`profile_steps`, counted from 1; none for None. Raises ValueError."""
+    """Parse `profile_steps`, counted from 1; an empty range for None. Raises ValueError."""
     if text is None:
         return range(0)
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", str(text).strip())
@@ -52,7 +53,7 @@ def profiled_steps(text: str | None) -> range:
 
 
 def profiled_ranks(text: str, world_size: int) -> set[int]:
-    """`profile_ranks`. Raises ValueError."""
+    """Parse `profile_ranks`. Raises ValueError."""
     if text == "all":
         return {*range(world_size)}
     found = {int(word) if word.strip().isdigit() else -1 for word in str(text).split(",")}
@@ -62,8 +63,8 @@ def profiled_ranks(text: str, world_size: int) -> set[int]:
 
 
 def own_log_level(args: Any) -> int | None:
-    """The level that transformers' `log_level`, on other ranks `log_level_replica`, sets for this rank; None where
-    it is as transformers has it."""
+    """Level for this rank by transformers' `log_level`, or `log_level_replica` on other ranks; None if at the
+    default."""
     launch = read_launch(os.environ)
     is_main = (launch.local_rank if args.log_on_each_node else launch.rank) == 0
     name, default = (args.log_level, "passive") if is_main else (args.log_level_replica, "warning")
@@ -73,7 +74,7 @@ def own_log_level(args: Any) -> int | None:
 @documented
 @dataclass
 class MultiTurnConfig:
-    """Fields that matter with `tools`, `environment_factory` and `rollout_func`, agents among them."""
+    """Options for `tools`, `environment_factory` and `rollout_func`, agents included."""
 
     tool_timeout: float = 120.0
     """Seconds that one call of a tool may take. Then it is interrupted in the main thread, or abandoned in a thread or
@@ -116,13 +117,13 @@ def check_multi_turn(args: Any) -> None:
 
 
 _OF_A_SET = {"temperature": "temperature", "top_p": "top_p", "max_completion_length": "max_tokens"}
-"""What one evaluation set may have of its own, and what vLLM calls it."""
+"""Settings allowed per evaluation set, and vLLM's names for them."""
 
 
 @documented
 @dataclass
 class EvaluationConfig:
-    """Fields of evaluation, beside transformers' `eval_strategy`, `eval_steps` and TRL's `num_generations_eval`."""
+    """Options of evaluation, beside transformers' `eval_strategy`, `eval_steps` and TRL's `num_generations_eval`."""
 
     eval_temperature: float | None = None
     """Temperature of evaluation; 0 is greedy. None: temperature."""
@@ -142,7 +143,7 @@ class EvaluationConfig:
 
 
 def check_evaluating(args: Any) -> None:
-    """Raises ValueError: names the value, and what may stand there."""
+    """Check the options of evaluation. Raises ValueError with the value and the valid ones."""
     of_sets = args.eval_sets or {}
     if not isinstance(of_sets, dict) or not all(isinstance(own, dict) for own in of_sets.values()):
         raise ValueError(
@@ -185,10 +186,10 @@ def _check(name: str, key: str, value: Any, args: Any) -> None:
 
 
 def evaluation_sampling(args: Any, of_set: str | None) -> dict[str, Any]:
-    """vLLM's sampling arguments that an evaluation has in place of training's.
+    """Return vLLM's sampling arguments of evaluation where they differ from training's.
 
     Args:
-        of_set: the set's name; None: there is one, without a name.
+        of_set: the set's name; None for a single set without a name.
     """
     own = {key: value for key in _OF_A_SET if (value := getattr(args, f"eval_{key}")) is not None}
     own |= (args.eval_sets or {}).get(of_set, {})
@@ -196,7 +197,7 @@ def evaluation_sampling(args: Any, of_set: str | None) -> dict[str, Any]:
 
 
 def passes_at(args: Any) -> list[int]:
-    """The k of `eval_pass@k`, ascending."""
+    """Values of k for `eval_pass@k`, ascending."""
     num_generations = args.num_generations_eval or args.num_generations
     if args.eval_pass_at is not None:
         return sorted(set(args.eval_pass_at))
@@ -206,7 +207,7 @@ def passes_at(args: Any) -> list[int]:
 @documented
 @dataclass
 class GroupConfig:
-    """Fields about groups whose completions all have the same reward, which teach nothing."""
+    """Options for groups whose completions all have the same reward, and so no advantage."""
 
     spare_groups: int = 0
     """Groups that each generation batch samples beyond those that it trains on. Trained are the first ones, in the
@@ -218,7 +219,7 @@ class GroupConfig:
 
 
 def check_groups(args: Any) -> None:
-    """Raises ValueError: names the value and what may stand there."""
+    """Check the options of groups. Raises ValueError with the value and the valid ones."""
     for name in ("spare_groups", "max_flat_batches"):
         value = getattr(args, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -241,10 +242,10 @@ def check_groups(args: Any) -> None:
 
 
 def refuse_with_spare_groups(arguments: dict[str, Any], *, takes_images: bool) -> None:
-    """What has no rows to spare, or leaves things behind that a row would need elsewhere.
+    """Refuse arguments incompatible with `spare_groups`: no rows to spare, or state tied to a rank.
 
     Raises:
-        ValueError: names the argument and the way out.
+        ValueError: names the argument and the fix.
     """
     count = arguments["args"].spare_groups
     if not count:

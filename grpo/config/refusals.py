@@ -1,4 +1,4 @@
-"""What local mode does not do, refused by name before anything is started."""
+"""Arguments unsupported in local mode, refused by name before anything starts."""
 
 import warnings
 from typing import Any
@@ -15,23 +15,23 @@ from grpo.config.checks import SHARED_MODEL, check_data_parallel
 from grpo.config.models import base_of, readable_config
 from grpo.place.gpu_needs import unmet_cpu_need
 
-# Of `model_init_kwargs`, what changes nothing that a model computes in an engine.
+# Keys of `model_init_kwargs` that do not change the engines' computation.
 _OF_LOADING = {
     *("revision", "trust_remote_code", "dtype", "torch_dtype", "attn_implementation", "device_map"),
-    "quantization_config",  # engines hold what its layers compute with
+    "quantization_config",  # engines hold the dequantised weights
     *("low_cpu_mem_usage", "use_safetensors", "use_cache", "pad_token_id", "return_dict"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "router_aux_loss_coef"),
 }
 
-# Classes of vLLM whose tensors its reload does not fill.
+# vLLM classes with tensors that its reload does not fill.
 WITHOUT_RELOAD = {"GptOssForCausalLM": "vLLM's class copies experts and sinks past the loaders of its reload (0.31)"}
 
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
-    """Refuse what local mode does not do, before anything is started.
+    """Refuse arguments unsupported in local mode, before anything starts.
 
     Raises:
-        ValueError: names the argument and the way out.
+        ValueError: names the argument and the fix.
     """
     args: GRPOConfig = arguments["args"]
     if not torch.accelerator.is_available() and (need := unmet_cpu_need()) is not None:
@@ -70,7 +70,7 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
 
 
 def check_init_kwargs(args: GRPOConfig, model: "str | PreTrainedModel | None") -> None:
-    """Refuse ways of loading a model that the engines could not follow.
+    """Refuse keys of `model_init_kwargs` unsupported by the engines.
 
     Raises:
         ValueError: names the key.
@@ -97,13 +97,13 @@ def check_init_kwargs(args: GRPOConfig, model: "str | PreTrainedModel | None") -
 
 
 def check_class(config: Any) -> None:
-    """Refuse a model into which vLLM lets no weights in after its start.
+    """Refuse a model class for which vLLM cannot reload weights.
 
     Args:
-        config: None: not known here.
+        config: None if unknown here.
 
     Raises:
-        ValueError: says why.
+        ValueError: has the reason.
     """
     name = (getattr(config, "architectures", None) or [""])[0]
     if name in WITHOUT_RELOAD:
@@ -114,18 +114,18 @@ def check_class(config: Any) -> None:
 
 
 def ddp_bytes(loaded_bytes: int, *, world_size: int) -> int:
-    """Of a parameter that plain DDP trains: weight, gradient and two Adam moments, all in the dtype in which it is
-    loaded, and with several ranks DDP's buckets, into which it copies all gradients (torch 2.13)."""
+    """Bytes of a parameter trained by plain DDP: weight, gradient and two Adam moments in the loaded dtype, and with
+    several ranks DDP's buckets, copies of all gradients (torch 2.13)."""
     return (4 + (world_size > 1)) * loaded_bytes
 
 
 def ddp_memory_message(num_parameters: int, device_bytes: int, *, each: int, base_bytes: int = 0) -> str | None:
-    """What to say when a model is trained by plain DDP and cannot fit; None when it may.
+    """Error text if a model trained by plain DDP does not fit; None if it may fit.
 
     Args:
-        num_parameters: that are trained.
-        each: bytes of each of them: `ddp_bytes`.
-        base_bytes: of those that are not, as they are loaded.
+        num_parameters: trained parameters.
+        each: bytes per trained parameter, from `ddp_bytes`.
+        base_bytes: size of the frozen parameters as loaded.
     """
     needed = num_parameters * each
     if needed + base_bytes <= device_bytes:
@@ -139,7 +139,7 @@ def ddp_memory_message(num_parameters: int, device_bytes: int, *, each: int, bas
 
 
 def ddp_memory_warning(trainer: Any) -> None:
-    """Warn when torchrun was started without DeepSpeed on a model that cannot fit: it is silently DDP then."""
+    """Warn if torchrun was started without DeepSpeed on a model that cannot fit: this silently means DDP."""
     if trainer.is_deepspeed_enabled or not dist.is_initialized() or trainer.accelerator.device.type != "cuda":
         return
     device_bytes = torch.cuda.get_device_properties(trainer.accelerator.device).total_memory

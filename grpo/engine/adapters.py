@@ -1,4 +1,4 @@
-"""The adapters of an engine: their numbers, the names by which requests ask for them, and how many requests do."""
+"""LoRA adapters of an engine: their numbers, their names in requests, and counts of their requests."""
 
 import asyncio
 import contextlib
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class EngineAdapters:
-    """Which adapters the workers of an engine hold. All in one event loop, the host's.
+    """Adapters held by the workers of an engine. Everything runs in one event loop, the host's.
 
-    vLLM looks for the folder of an adapter that a request asks for and the workers do not hold, and its engine ends
-    where there is none (0.31): so none is dropped under a request, and no request asks for one that is not held.
+    For an adapter the workers do not hold, vLLM looks for a folder, and without one its engine ends (0.31). So no
+    adapter is dropped while requests use it, and no request names a missing one.
     """
 
     def __init__(self, engine: "AsyncLLM", timeouts: Timeouts = USUAL) -> None:
@@ -29,10 +29,10 @@ class EngineAdapters:
 
     @contextlib.contextmanager
     def used(self, number: int | None) -> Iterator["LoRARequest | None"]:
-        """Around a request: the adapter that it asks for.
+        """Yield the adapter for a request, and count the request as its user.
 
         Args:
-            number: of the adapter; None: the newest, or the base where no weight sync has brought one.
+            number: of the adapter. None: the newest, or the base before the first weight sync of an adapter.
 
         Raises:
             RuntimeError: this engine does not hold it.
@@ -51,14 +51,13 @@ class EngineAdapters:
             self._left.set()
 
     async def take(self, number: int, policy_version: str, keep: Collection[int]) -> None:
-        """Let the workers hold the adapter that the last weight sync has brought, and of the others those to `keep`
-        alone.
+        """Let the workers hold the adapter from the last weight sync; of the others they keep only those in `keep`.
 
-        One that is held already is left as it is: a weight sync that is meant for another engine brings it too. Name
-        and number are new with every weight sync: the prefix cache is keyed on the first (vLLM 0.31).
+        An adapter already held is unchanged: a weight sync meant for another engine brings it too. Name and number are
+        new with every weight sync: the prefix cache is keyed on the name (vLLM 0.31).
 
         Raises:
-            RuntimeError: a request of an adapter that is to go is still at work; or the workers have no space.
+            RuntimeError: requests still use an adapter to be dropped; or the workers have no free slot.
         """
         from vllm.lora.request import LoRARequest
 
@@ -73,13 +72,12 @@ class EngineAdapters:
         self._newest = self._held[max(self._held)]
 
     async def end_update(self, policy_version: str) -> None:
-        """End a weight sync as vLLM's `finish_weight_update` does, but leave the workers the adapters that they
-        hold."""
+        """End a weight sync as vLLM's `finish_weight_update` does, but keep the workers' adapters."""
         await self._engine.collective_rpc("grpo_end_weight_update")
         await self._engine.update_weight_version(policy_version)
 
     async def _wait_until_unused(self, numbers: Collection[int]) -> None:
-        """The local main keeps what its completions need: what asks for these has been aborted, or is being aborted."""
+        """Wait until no request uses these adapters: the local main has aborted, or is aborting, these requests."""
         try:
             async with asyncio.timeout(self._aborted_s):
                 while any(self._users[number] for number in numbers):

@@ -1,4 +1,4 @@
-"""One request of vLLM's: what it is asked with, and what its answer is in our messages."""
+"""Conversion of one vLLM request: its arguments, and its output as our messages."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from grpo.model.pictures import decoded, digest
 
 
 def sampling_params(settings: dict[str, Any], *, seed: int, n: int = 1, prompt_logprobs: int | None = None) -> Any:
-    """`SamplingParams` for one request; text is only put together where stop strings need it."""
+    """Make `SamplingParams` for one request; detokenizes only if stop strings need text."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     settings = dict(settings)
     if isinstance(settings.get("structured_outputs"), dict):
         settings["structured_outputs"] = StructuredOutputsParams(**settings["structured_outputs"])
-    if settings.get("logit_bias"):  # on its way here JSON has made text of the tokens
+    if settings.get("logit_bias"):  # tokens have become strings in JSON
         settings["logit_bias"] = {int(token): bias for token, bias in settings["logit_bias"].items()}
     settings.setdefault("detokenize", bool(settings.get("stop")))
     return SamplingParams(
@@ -30,14 +30,14 @@ def sampling_params(settings: dict[str, Any], *, seed: int, n: int = 1, prompt_l
 
 
 def engine_prompt(token_ids: list[int], pictures: Sequence[bytes] = (), *, cache_salt: str | None = None) -> Any:
-    """A prompt as vLLM takes it.
+    """Make a prompt as vLLM takes it.
 
     Args:
-        pictures: of its images, as files; `token_ids` has one placeholder for each.
+        pictures: image files of the prompt; `token_ids` has one placeholder for each.
     """
     from vllm.inputs import TokensPrompt, tokens_input
 
-    if not pictures:  # an input that needs no rendering: vLLM hands any other to a thread, one by one (0.31)
+    if not pictures:  # a rendered input: vLLM hands any other to a thread, one by one (0.31)
         return tokens_input(token_ids, cache_salt=cache_salt)
     prompt = TokensPrompt(
         prompt_token_ids=token_ids,
@@ -48,17 +48,17 @@ def engine_prompt(token_ids: list[int], pictures: Sequence[bytes] = (), *, cache
 
 
 def check_expansion(held: Sequence[int], wanted: Sequence[int]) -> None:
-    """That the engine has sampled behind the tokens that the trainer will score.
+    """Check that the engine expanded images to the tokens the trainer will score.
 
     Raises:
-        ValueError: it has expanded the images otherwise than the trainer's processor.
+        ValueError: it expanded them differently from the trainer's processor.
     """
     if list(held) != list(wanted):
         raise ValueError(other_expansion(len(held), len(wanted)))
 
 
 def other_expansion(held: int, wanted: int) -> str:
-    """What to say where engine and processor make other tokens of a prompt with images: how many each."""
+    """Error text if engine and processor expand a prompt with images to different numbers of tokens."""
     return (
         f"the engine makes {held} tokens of a prompt with images, the trainer's processor {wanted} [GRPO-418]: both "
         "have to read the same processor files and chat template"
@@ -78,15 +78,15 @@ def refusal(completion_id: int, error: BaseException) -> Sampled:
         token_ids=np.empty(0, np.int32),
         engine_logprobs=np.empty(0, np.float32),
         error=f"{type(reported).__name__}: {reported}",
-        is_refusal=isinstance(error, (ValueError, VLLMClientError)),  # vLLM's own for a request that it does not take
+        is_refusal=isinstance(error, (ValueError, VLLMClientError)),  # vLLM's class for requests it rejects
     )
 
 
 def begun_of(token_ids: Sequence[int], logprobs: Any, *, is_whole: bool, behind: Begun | None = None) -> Begun:
-    """A completion's tokens.
+    """Collect a completion's tokens.
 
     Args:
-        logprobs: vLLM's flat ones: with `logprobs=0` a position holds the sampled token alone.
+        logprobs: vLLM's flat ones: with `logprobs=0` a position has the sampled token alone.
         behind: its tokens before these.
     """
     import numpy as np
@@ -101,11 +101,11 @@ def begun_of(token_ids: Sequence[int], logprobs: Any, *, is_whole: bool, behind:
 
 
 def under_way(request_states: Iterable[Any]) -> Iterator[tuple[int, Sequence[int], Any, bool]]:
-    """Each completion that vLLM has taken up and not answered: id, tokens, flat log-probabilities, has it ended.
+    """Yield each completion started and not answered by vLLM: id, tokens, flat log-probabilities, True if ended.
 
     Args:
         request_states: of vLLM's output processor. A request of several completions has one for each that still runs;
-            those that have ended wait in their parent for the last one.
+            ended ones wait in their parent for the last one.
     """
     for state in request_states:
         if not state.external_req_id.isdecimal():

@@ -1,4 +1,4 @@
-"""The local main's side of an engine: has a host start it, speaks to it, notices its death."""
+"""The local main's client of an engine: starts it through a host, sends requests, notices its death."""
 
 import contextlib
 import itertools
@@ -23,23 +23,23 @@ POLL_S = 0.5
 STOPPED_TIMEOUT_S = 20.0
 STEPPING = ("prompt_logprobs", "pause")  # calls that wait for steps of the engine
 LOG_TAIL_LINES = 20
-LOG_BYTES = 256 * 1024  # how far back to look for them
+LOG_BYTES = 256 * 1024  # searched from the end
 _ERROR_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .*")
 
 
 def root_error(log: str) -> str:
-    """The first error in an engine's log that is no other process's word of a dead one; '' without any."""
+    """Return the first error in an engine's log that is not another process's report of a dead one; '' without any."""
     found = (match[0] for match in _ERROR_LINE.finditer(log))
     return next((line for line in found if "EngineDead" not in line and "EngineCore" not in line), "")
 
 
 class EngineError(GrpoError):
-    """An engine failed: it did not start, died, refused, or let a deadline pass.
+    """An engine failed: it did not start, died, refused, or missed a deadline.
 
     Args:
-        what: has happened.
-        log: what its text ends with.
-        kind: of what the engine itself has told.
+        what: description of the failure.
+        log: last lines of the engine's log, appended to the message.
+        kind: kind reported by the engine itself.
     """
 
     kind = FailureKind.ENGINE
@@ -50,24 +50,25 @@ class EngineError(GrpoError):
 
 
 class EngineDied(EngineError):
-    """The engine's processes have ended: nothing will come from it any more."""
+    """The engine's processes have ended: it will answer nothing more."""
 
     is_requests_fault = False
-    """Whether a request has killed the engine, by the judgement of the pool."""
+    """True if the engine pool has found that a request killed the engine."""
 
 
 class EngineClient:
     """One engine of this node, for one life.
 
-    Not collective: only the local main has one. Methods that wait take a deadline and raise `EngineError`, at once when
+    Not collective: only the local main has one. Methods that wait take a deadline and raise `EngineError`, at once if
     the engine dies.
 
     Args:
-        name: e.g. `engine 0 of node 1`, for messages.
+        name: for messages, e.g. `engine 0 of node 1`.
         log_path: the engine's own log; appended to.
-        on_death: called once from another thread, with the error, when the engine ends unasked.
-        stopped_timeout_s: after which an engine with a stopped process (SIGSTOP) is ended: nothing comes from it.
-        stall_timeout_s: after which one that owes completions and ends no step is ended, as `StallWatch` has it.
+        on_death: called once from another thread, with the error, if the engine ends unexpectedly.
+        stopped_timeout_s: time after which an engine with a stopped process (SIGSTOP) is ended.
+        stall_timeout_s: time after which an engine with pending completions that finishes no step is ended; see
+            `StallWatch`.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class EngineClient:
         self._call_ids = itertools.count()
         self._lock = threading.Lock()
         self._calls: dict[int, tuple[str, Future[Any]]] = {}
-        self._owed: set[int] = set()  # ids of completions that are neither answered nor aborted
+        self._owed: set[int] = set()  # ids of completions neither answered nor aborted
         self._num_answers = 0
         self._has_generated = False
         self._is_paused = False
@@ -97,10 +98,10 @@ class EngineClient:
         self._ready: Future[Ready] = Future()
         self._hear: Callable[[Sampled | EngineError], None] = lambda answer: None
         self._death: EngineDied | None = None
-        self._said = Died(cause="")  # the host's own last words
+        self._said = Died(cause="")  # the host's own last message
         self._closing = self._is_late = False
         self.is_dead = False
-        """Whether its host has ended; `on_death` follows when all else of it has."""
+        """True once its host has ended; `on_death` follows when its other processes have."""
         self._started = time.monotonic()
 
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,14 +118,14 @@ class EngineClient:
 
     @property
     def pid(self) -> int:
-        """The host's pid; also the id of the session that holds all processes of this engine."""
+        """Pid of the host; also the id of the session of all processes of this engine."""
         return self._host.pid
 
     def log_tail(self) -> str:
-        """The first error in what this engine wrote, if there is one, and the last lines; or why it cannot be read.
+        """Return the first error in this engine's log, if any, and its last lines; or the reason why it cannot be read.
 
-        An error in one of vLLM's inner processes comes first in the log; what the outer ones make of it ("See root
-        cause above") fills the end.
+        An error in one of vLLM's inner processes comes first in the log; the outer ones' reports of it ("See root cause
+        above") fill the end.
         """
         try:
             with self.log_path.open("rb") as log:
@@ -135,7 +136,7 @@ class EngineClient:
         except OSError as error:
             written = f"it cannot be read: {error}\n".encode()
         lines = (written + self._host.first_output()).decode(errors="replace").splitlines()
-        lines = [line for line in lines if not is_record(line)]  # ours say what the error says already
+        lines = [line for line in lines if not is_record(line)]  # our own records repeat the error
         first = next((index for index, line in enumerate(lines) if _ERROR_LINE.search(line)), len(lines))
         tail = lines[-LOG_TAIL_LINES:]
         return "\n".join(tail if first >= len(lines) - LOG_TAIL_LINES else [lines[first], "...", *tail])
@@ -146,8 +147,8 @@ class EngineClient:
         """Wait until the engine takes work.
 
         Args:
-            timeout_s: from its start on.
-            check: called again and again meanwhile; what it raises ends the wait.
+            timeout_s: from its start.
+            check: called repeatedly meanwhile; an exception from it ends the wait.
 
         Raises:
             EngineError: it ended first, or the deadline passed.
@@ -163,11 +164,11 @@ class EngineClient:
                     raise self.error(f"is not ready after {timeout_s:.0f} s (vllm_start_timeout) [GRPO-401]") from None
 
     def listen(self, hear: Callable[[Sampled | EngineError], None]) -> None:
-        """Say who gets what `submit` leads to, from now on.
+        """Set the receiver of results from `submit`.
 
         Args:
-            hear: called from another thread: with every completion or refusal, and with an error when the engine fails
-                at one or dies; at once if it is dead.
+            hear: called from another thread with every completion or refusal, and with an error if the engine fails at
+                one or dies; immediately if it is dead.
         """
         with self._lock:
             self._hear, death = hear, self._death
@@ -175,19 +176,19 @@ class EngineClient:
             hear(death)
 
     def submit(self, sample: Sample) -> None:
-        """Send completions to be sampled; `listen` says where they go."""
+        """Send completions to be sampled; results go to the receiver set by `listen`."""
         with self._lock:
             self._owed.update(sample.ids)
         self._send(sample)
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Drop completions; those that have not been answered yet never will be."""
+        """Drop completions; those not answered yet never will be."""
         with self._lock:
             self._owed.difference_update(ids)
         self._send(Abort(ids=tuple(ids)))
 
     def call(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
-        """Run a control call in the engine and wait for its value."""
+        """Run a control call in the engine and return its value."""
         call = Call(call_id=next(self._call_ids), method=method, kwargs=kwargs)
         future: Future[Any] = Future()
         with self._lock:
@@ -203,24 +204,25 @@ class EngineClient:
             raise self.error(f"did not answer {method} within {timeout_s:.0f} s") from None
 
     def error(self, what: str, kind: FailureKind | None = None) -> EngineError:
-        """An error about this engine, with the last lines of its log."""
+        """Make an error about this engine, with the last lines of its log."""
         return EngineError(f"{self.name} {what}", log=self._log(), kind=kind)
 
     def _log(self) -> str:
         return f"; the last lines of {self.log_path}:\n{self.log_tail()}"
 
     def close(self) -> None:
-        """End the engine and everything that it started. Safe to call twice.
+        """End the engine and all its processes. Safe to call twice.
 
         Raises:
-            EngineError: its host is still there `END_S` after SIGKILL.
+            EngineError: its host still exists `END_S` after SIGKILL.
         """
         self._closing = True
         with deaf_to_sigchld():
             if self._is_late and not self._ready.done():
                 self._host.end_late()
             self._host.end()
-            if threading.current_thread() is not self._exit:  # which may hold the last reference to who closes us
+            # which may hold the last reference to the object closing this one
+            if threading.current_thread() is not self._exit:
                 self._exit.join(END_S)
         self._connection.close()
         if self._host.is_running():
@@ -229,7 +231,7 @@ class EngineClient:
     # -- threads --------------------------------------------------------------------------------------------------
 
     def _send(self, message: object) -> None:
-        # When it is dead or dying the exit thread says so to everyone who waits, with the reason.
+        # If it is dead or dying, the exit thread informs all waiting callers, with the reason.
         with self._send_lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             try:
                 self._connection.send(message)
@@ -240,9 +242,9 @@ class EngineClient:
         while True:
             try:
                 message = self._connection.recv()
-            except (EOFError, OSError, TypeError):  # TypeError: closed under our feet by `close`
+            except (EOFError, OSError, TypeError):  # TypeError: closed by `close` at the same time
                 return
-            except Exception as error:  # noqa: BLE001  whatever unpickling raises: without this thread nobody is answered
+            except Exception as error:  # noqa: BLE001  any unpickling error: without this thread no request is answered
                 self._said = Died(cause=f"what it sent cannot be read: {type(error).__name__}: {error}")
                 self._host.end()
                 return
@@ -298,16 +300,16 @@ class EngineClient:
         self.is_dead = True
         code = self._host.wait()
         closing = self._closing
-        # A full disk, or a folder that is gone, keeps nobody from hearing of it.
+        # A full disk or a missing folder must not keep anyone from being informed.
         with contextlib.suppress(OSError), self.log_path.open("ab") as log:
-            log.write(self._host.first_output())  # of one that has ended before it took up its log
+            log.write(self._host.first_output())  # of one that ended before it opened its log
         self._host.end()
-        self._receiver.join(2.0)  # its last words may still be in the socket
+        self._receiver.join(2.0)  # its last messages may still be in the socket
         how = f"was killed by signal {-code} [GRPO-406]" if code < 0 else f"ended with exit code {code} [GRPO-404]"
         how = "was closed" if closing else self._stuck or how
         said = f": {self._said.cause}" if self._said.cause else ""
         if "EngineDeadError" in said and (root := root_error(self.log_tail())):
-            said = f": {root}"  # vLLM's says to look above, where nothing stands
+            said = f": {root}"  # vLLM's text refers to the log above, which is not shown here
         death = EngineDied(f"{self.name} {how}{said}", log=self._log(), kind=self._said.kind)
         if self._stuck:
             with contextlib.suppress(OSError), self.log_path.open("ab") as log:

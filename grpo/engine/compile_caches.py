@@ -1,11 +1,10 @@
-"""What engines compile, kept for the next, so that one which is killed in the middle of it spoils no other.
+"""Compile caches of engines, reused by later engines, and safe against an engine killed while it writes.
 
-vLLM and torch's inductor write parts of their caches in place, and take what they find there for whole: a library of
-which a killed linker has left nothing ends every later start of the same model ("file too short"). So each engine that
-runs has a slot of its own, under a lock that ends with its processes, and the next one finds there what was compiled.
-Of a start that has ended before its engine was ready the slot is emptied, but for one that was ended because it was
-late: of that what is whole stays, once, so that the next one gets further. It holds for engines that start at once, and
-in a folder that several nodes share.
+vLLM and torch's inductor write parts of their caches in place, and trust existing files: an empty library left by a
+killed linker breaks every later start of the same model ("file too short"). So each running engine has its own cache
+slot, under a lock that ends with its processes; the next engine reuses the slot. If a start ends before the engine is
+ready, its slot is emptied, unless the engine was ended for being late: then complete files are kept, once, so that the
+next start gets further. Works for engines started together, and in a folder shared by several nodes.
 """
 
 import contextlib
@@ -24,31 +23,32 @@ _log = logging.getLogger(__name__)
 
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")  # Triton puts whole folders in place by itself
 _STARTING, _LATE, _AGAIN = b"starting", b"late", b"starting on what a late one has left"
-_NOTE = "slots.json"  # in the host's private folder: the slots that it has taken
+_NOTE = "slots.json"  # in the host's private folder: its slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSlot:
-    """An engine's slot, from before it writes to the end of its processes."""
+    """Cache slot of an engine, held from before its first write to the end of its processes."""
 
     folder: Path
     lock: int
-    """Descriptor of the slot's lock file, which says whether the engine that holds it is still starting. vLLM's
-    processes come out of the host by fork and hold it, too."""
+    """Descriptor of the slot's lock file, whose content tells if the holder is still starting. vLLM's processes are
+    forked from the host and hold it too."""
 
     def is_ready(self) -> None:
-        """The engine has started: what it has compiled is whole."""
-        with contextlib.suppress(OSError):  # it costs the next start time
+        """Mark the cache as complete: the engine has started."""
+        with contextlib.suppress(OSError):  # costs only time at the next start
             os.ftruncate(self.lock, 0)
 
 
 def take_slots(environment: Mapping[str, str], otherwise: Path) -> tuple[dict[str, str], list[CacheSlot]]:
-    """Take a slot of each cache that `environment` names.
+    """Take a slot of each cache named in `environment`.
 
     Args:
-        otherwise: a folder for caches that cannot be kept: on a file system without locks, or not ours to write.
+        otherwise: a folder for caches that cannot be kept: on a file system without locks, or not writable.
 
-    Returns: variables to set, and what is told when the engine is ready.
+    Returns:
+        Variables to set, and the slots to mark once the engine is ready.
     """
     variables, slots = {}, []
     for name in CACHES:
@@ -67,10 +67,10 @@ def take_slots(environment: Mapping[str, str], otherwise: Path) -> tuple[dict[st
 
 
 def take_slot(base: Path) -> CacheSlot:
-    """Take the first slot of the cache in `base` that no engine holds.
+    """Take the first free slot of the cache in `base`.
 
     Raises:
-        OSError: `base` cannot be written, or its file system has no locks.
+        OSError: `base` is not writable, or its file system has no locks.
     """
     slots = base / "slots"
     slots.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def take_slot(base: Path) -> CacheSlot:
 
 
 def _take(folder: Path) -> CacheSlot | None:
-    """The slot in `folder`, emptied where a start has ended in it that was not late; None where an engine holds it."""
+    """Return the slot in `folder`, emptied after a failed start, except a late one; None if an engine holds it."""
     lock = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,22 +102,22 @@ def _mark(lock: int, state: bytes) -> None:
 
 
 def note_slots(slots: Sequence[CacheSlot], private_folder: Path) -> None:
-    """In a host: where `end_late` finds its slots."""
+    """Write the host's slots to its private folder, for `end_late`."""
     (private_folder / _NOTE).write_text(json.dumps([str(slot.folder) for slot in slots]))
 
 
 def end_late(members: Callable[[], Iterable[int]], private_folder: Path, end: Callable[[], None]) -> None:
-    """End an engine that is not ready in time, and keep what it has compiled for the next one.
+    """End an engine not ready in time, and keep its compiled files for the next one.
 
-    What one of its processes was writing goes. And of two late starts in a row the second one leaves nothing: it may be
-    what it had found there that it hangs of.
+    Files its processes were writing are deleted. After two late starts in a row nothing is kept: the second may hang
+    because of the files it found.
 
     Args:
-        members: the engine's processes.
+        members: returns the engine's processes.
         end: ends them.
     """
     folders: list[Path] = []
-    with contextlib.suppress(OSError, ValueError):  # it has not come so far
+    with contextlib.suppress(OSError, ValueError):  # no slots yet
         folders = [Path(folder) for folder in json.loads((private_folder / _NOTE).read_text())]
     half_written: set[Path] = set()
     if folders:

@@ -1,7 +1,7 @@
-"""An engine host that starts before it is known what it is to run: vLLM is imported beside the trainer's own imports.
+"""Early start of an engine host: it imports vLLM in parallel with the trainer's imports, before its engine is known.
 
-`start_host` comes first in a training script, before anything slow. The first engine that is built on this node takes
-the host, whoever builds it; one that nobody takes ends with this process, or with `drop_host`.
+Call `start_host` first in a training script, before anything slow. The first engine built on this node takes the host.
+An unused host ends with this process, or by `drop_host`.
 """
 
 import atexit
@@ -20,54 +20,54 @@ from grpo.place.log import FILE_ONLY
 
 _log = logging.getLogger(__name__)
 
-# What vLLM, torch and what they load may read while they are imported. It has to be as it was when the host started;
-# other variables, a tracker's say, reach the engine with all the rest when it is built.
+# Variables that vLLM, torch and their dependencies may read on import. They must be as at the start of the host;
+# others, such as a tracker's, reach the engine when it is built.
 _READ_AT_IMPORT = re.compile(
     "(VLLM|HF|HUGGING|TRANSFORMERS|TOKENIZERS|TORCH|PYTORCH|TRITON|CUDA|CUBLAS|NVIDIA|NCCL|GLOO|OMP|MKL|KMP|PYTHON|LD_|XDG)"
     ".*|PATH|HOME|TMPDIR"
 )
-# What of it is read only when the engine is built.
+# Exceptions that are read only when the engine is built.
 _READ_LATE = {"CUDA_VISIBLE_DEVICES", "VLLM_CACHE_ROOT", "VLLM_CPU_OMP_THREADS_BIND"}
 _READ_LATE |= {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_F32_DEFAULT"}
 
 _waiting: HostProcess | None = None
-_taking = threading.Lock()  # two engines may come back at once
+_taking = threading.Lock()  # two engines may restart at once
 _was_taken = False
-_starter = 0  # pid; a child that is forked off holds no host
+_starter = 0  # pid; a forked child holds no host
 
 
 def start_host() -> None:
-    """Start a host, where this process is its node's local main and has none that waits.
+    """Start a host, if this process is its node's local main and has no waiting one.
 
-    From the main thread. It touches no device, and this process learns nothing of it: what is wrong with the launch,
-    the devices or vLLM is reported by whoever needs an engine.
+    Call it from the main thread. It touches no device and raises no errors: problems with the launch, the devices or
+    vLLM are reported when an engine is started.
     """
     if (guess := _guess(os.environ)) is not None:
         stand_by(guess)
 
 
 def start_first_host() -> None:
-    """As `start_host`, for a process whose engines have not been started yet: later ones may never be needed."""
+    """Call `start_host`, unless this process has already started an engine: later ones may never be needed."""
     if not _was_taken:
         start_host()
 
 
 def stand_by(environment: Mapping[str, str]) -> None:
-    """Have a host wait for the next engine that has to be started, unless one waits: it needs about 1 GB of memory.
+    """Keep a host waiting for the next engine start, unless one waits already; costs about 1 GB of memory.
 
     Args:
-        environment: of that engine.
+        environment: of the engine.
     """
     global _waiting, _starter
     if _holds_one():
         return
-    with contextlib.suppress(OSError):  # reported where it matters, when an engine is started
+    with contextlib.suppress(OSError):  # reported when an engine is started
         _waiting, _starter = HostProcess(environment), os.getpid()
         atexit.register(drop_host)
 
 
 def take_host(environment: Mapping[str, str]) -> HostProcess:
-    """The host that waits, if it has seen what an engine in `environment` has to see, or a new one."""
+    """Return the waiting host, if its environment fits the engine's `environment`, or a new one."""
     global _was_taken
     with _taking:
         _was_taken = True
@@ -84,7 +84,7 @@ def take_host(environment: Mapping[str, str]) -> HostProcess:
 
 
 def drop_host() -> None:
-    """End the host that waits, if there is one: nobody will need it."""
+    """End the waiting host, if there is one."""
     with _taking:
         host = _given_up()
     if host is not None:
@@ -92,7 +92,7 @@ def drop_host() -> None:
 
 
 def _given_up() -> HostProcess | None:
-    """The host that waits, out of our hands; a forked child has none, and keeps its parent's hands off."""
+    """Pop the waiting host. None in a forked child, which must not touch its parent's."""
     global _waiting
     host = None
     if _holds_one():
@@ -105,15 +105,15 @@ def _holds_one() -> bool:
 
 
 def _changed(seen: Mapping[str, str], needed: Mapping[str, str]) -> list[str]:
-    """Variables that an engine in `needed` would have read otherwise."""
+    """Variables that a host for an engine in `needed` would have read differently."""
     names = sorted(name for name in seen.keys() | needed.keys() if seen.get(name) != needed.get(name))
     return [name for name in names if _READ_AT_IMPORT.fullmatch(name) and name not in _READ_LATE]
 
 
 def _guess(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """The environment of this node's last engine if it has one device; None where this process will start none.
+    """Guess the environment of this node's last engine, assuming one device; None if this process starts no engine.
 
-    Without torch, which takes seconds to import. A wrong guess costs the host, and no more: another one is started.
+    Works without torch, whose import takes seconds. A wrong guess only wastes the host: another one is started.
     """
     try:
         launch = read_launch(environment)

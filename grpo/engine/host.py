@@ -1,8 +1,7 @@
 """The engine host: `python -m grpo.engine.host FD PARENT_PID PROGRESS_FD`, one vLLM engine behind one socket.
 
-It imports vLLM, and waits to be given what to run. Then it drives vLLM's asynchronous engine, so that requests carry
-ids, finish one by one and can be aborted. Started by `grpo.engine.process.HostProcess`; nobody else on the node can
-reach it.
+It imports vLLM, and waits for the engine's spec. Then it drives vLLM's asynchronous engine, so that requests have ids,
+finish one by one and can be aborted. Started by `grpo.engine.process.HostProcess`; no other process can reach it.
 """
 
 import asyncio
@@ -39,10 +38,10 @@ _log = logging.getLogger("grpo.engine.host")  # this file runs as `__main__`
 async def run(
     connection: Connection, spec: EngineSpec, startup_s: Callable[[], float], fail: Callable[[Died], None]
 ) -> None:
-    """Build the engine, and serve.
+    """Build the engine, and serve requests.
 
     Args:
-        startup_s: seconds that this host has worked on it, as for `Ready`.
+        startup_s: returns the seconds this host has worked on the start, as for `Ready`.
         fail: ends this process, with a cause.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -53,8 +52,8 @@ async def run(
     args = AsyncEngineArgs(**spec.engine_args)
     _log.info("builds vLLM's engine for %s", args.model)
     start_method = os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
-    # With the limits of batch sizes that vLLM takes for throughput (on an H100 1024 sequences and 16384 tokens); an
-    # engine that does not say what it is for runs 128 sequences and 2048 tokens at once (0.31).
+    # With vLLM's batch limits for throughput (on an H100 1024 sequences and 16384 tokens); without a usage context an
+    # engine runs 128 sequences and 2048 tokens at once (0.31).
     config = args.create_engine_config(UsageContext.LLM_CLASS)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method  # vLLM's CPU platform sets spawn (0.31)
     if current_platform.is_cpu():
@@ -73,7 +72,7 @@ async def run(
             config, disable_log_stats=args.disable_log_stats, enable_log_requests=args.enable_log_requests
         )
     except Exception:
-        if died := watch.cause():  # vLLM says "see root cause above", which is its log (0.31)
+        if died := watch.cause():  # vLLM's own text is "see root cause above", in its log (0.31)
             traceback.print_exc()
             sys.stderr.flush()
             fail(died)
@@ -93,7 +92,7 @@ async def run(
 
 
 def load() -> None:
-    """Import what an engine is made of; its processes come out of this one by fork. No device is touched."""
+    """Import the engine's code; its processes are forked from this one. No device is touched."""
     import vllm.engine.arg_utils
     import vllm.usage.usage_lib
     import vllm.v1.engine.async_llm
@@ -109,7 +108,7 @@ def load() -> None:
 
 
 def forget_device() -> None:
-    """vLLM remembers from its import on what the first GPU can do (0.31), and that is another one now."""
+    """Clear vLLM's cached properties of the first GPU, read at import (0.31): the first GPU is another one now."""
     from vllm.platforms import current_platform
 
     if clear := getattr(current_platform.get_device_capability, "cache_clear", None):
@@ -117,10 +116,10 @@ def forget_device() -> None:
 
 
 def take_up(environment: Mapping[str, str], log_path: Path, inherited: Mapping[str, str]) -> None:
-    """Go on under this engine's environment and in its log.
+    """Switch to the engine's environment and log.
 
     Args:
-        inherited: this process's environment at its start; what vLLM has set since stays.
+        inherited: this process's environment at its start; vLLM's later changes are kept.
     """
     for name in inherited.keys() - environment.keys():
         os.environ.pop(name, None)
@@ -138,11 +137,11 @@ def take_up(environment: Mapping[str, str], log_path: Path, inherited: Mapping[s
     open_log(log_path)
 
 
-_ending = threading.Lock()  # never released: the first cause is reported
+_ending = threading.Lock()  # never released: only the first cause is sent
 
 
 def say_and_end(connection: Connection, parent_pid: int, died: Died) -> NoReturn:
-    """Tell the local main why this engine cannot go on, and end this process; from any thread."""
+    """Send the local main the reason why this engine cannot continue, and end this process; from any thread."""
     _ending.acquire()
     _log.error("ends: %s", died.cause.partition("\n")[0])
     flush_log()
@@ -150,7 +149,7 @@ def say_and_end(connection: Connection, parent_pid: int, died: Died) -> NoReturn
         time.sleep(1)  # the local main is gone: the watch ends this session, and needs this process until it is done
     with contextlib.suppress(OSError):
         connection.send(died)
-    os._exit(1)  # vLLM's destructors print tracebacks when the interpreter takes itself apart under them (0.31)
+    os._exit(1)  # vLLM's destructors print tracebacks during interpreter shutdown (0.31)
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""vLLM's processes under an engine host, watched while the engine starts.
+"""Watch over vLLM's processes in an engine host while the engine starts.
 
-vLLM's own watch has gaps there (0.31): EngineCore reads its workers' answers in the order of their ranks, so that it
-does not hear one that failed while an earlier one waits for it in a collective; a process that ends waits for its
-children without a deadline; and the host sees the end of EngineCore only once every process that was forked out of it
-has ended, too. Each of them leaves the others, and the trainer, waiting until `vllm_start_timeout`.
+vLLM's own watch has gaps then (0.31). EngineCore reads its workers' answers in the order of their ranks, so it misses a
+failed one while an earlier one waits for it in a collective. An ending process waits for its children without a
+deadline. The host sees the end of EngineCore only after all processes forked from it have ended. In each case the
+others, and the trainer, would wait until `vllm_start_timeout`.
 """
 
 import contextlib
@@ -23,27 +23,27 @@ from grpo.faults.sessions import session_members
 from grpo.place.patches.vllm import report_processes, spin_for
 
 POLL_S = 0.5
-GRACE_S = 4.0  # for vLLM's own way of telling, which knows more
-SPIN_S = 0.05  # longer than a token of a small model takes: waking who waits would cost generation a tenth there
+GRACE_S = 4.0  # for vLLM's own report, which has more detail
+# longer than a token of a small model takes: waking waiting processes would cost a tenth of generation there
+SPIN_S = 0.05
 _FOLDER = "inner"  # in the host's private folder; a file for each process: a line at its start, and for each failure
 
 
 def report_failures() -> None:
-    """In an engine host that has imported vLLM: let its processes, which come out of it by fork, say that they fail."""
+    """Let vLLM's processes, forked from this host, report their failures; call it after importing vLLM."""
     report_processes(_reporting, _say_error)
 
 
 def share_cores() -> None:
-    """In the host of an engine on CPUs: its processes leave the cores to the ranks while they wait.
+    """Make idle processes of an engine on CPUs leave the cores to the ranks.
 
-    Each of them would look for messages without a pause for a second after the last one, which is most of the time in
-    which the ranks train.
+    By default each would poll for messages without a pause for a second after the last one, most of the training time.
     """
     spin_for(SPIN_S)
 
 
 def _reporting(run: Callable[..., None], name: str) -> Callable[..., None]:
-    """`run`, a process's whole work, with a record of its begin and its end."""
+    """Wrap the main function of a process with records of its start and end."""
 
     @functools.wraps(run)
     def reporting(*args: Any, **kwargs: Any) -> None:
@@ -64,17 +64,17 @@ def _say_error(error: BaseException, what: str = "a worker of vLLM failed") -> N
 
 def _say(cause: str, kind: FailureKind = FailureKind.ENGINE) -> None:
     folder = Path(os.environ[HOST_MARK]) / _FOLDER
-    with contextlib.suppress(OSError):  # the folder goes when the engine is ended
+    with contextlib.suppress(OSError):  # the folder is removed when the engine is ended
         folder.mkdir(exist_ok=True)
         with (folder / str(os.getpid())).open("a") as record:  # the first cause stays the first
             record.write(json.dumps({"cause": cause, "kind": kind}) + "\n")
 
 
 class StartWatch:
-    """In an engine host, while its engine is built: calls `fail` when one of the inner processes has failed.
+    """Calls `fail` if one of vLLM's inner processes has failed while the engine is built.
 
     Args:
-        fail: called from another thread, with the cause; vLLM had `grace_s` to say it itself, and has not.
+        fail: called from another thread, with the cause, if vLLM has not reported it itself within `grace_s`.
     """
 
     def __init__(self, private_folder: Path, fail: Callable[[Died], None], *, grace_s: float = GRACE_S) -> None:
@@ -85,7 +85,7 @@ class StartWatch:
         threading.Thread(target=self._watch, name="grpo-start-watch", daemon=True).start()
 
     def end(self) -> None:
-        """The engine is ready."""
+        """Stop watching: the engine is ready."""
         self._is_over.set()
 
     def _watch(self) -> None:
@@ -96,9 +96,9 @@ class StartWatch:
                 return
 
     def cause(self) -> Died | None:
-        """Why the engine cannot become ready, as its processes have said it; None if nothing is known against it."""
+        """Reason why the engine cannot become ready, as reported by its processes; None if there is none."""
         found: list[Died] = []
-        with contextlib.suppress(OSError, ValueError):  # half a line, which the next look finds whole
+        with contextlib.suppress(OSError, ValueError):  # an incomplete line: the next look finds it complete
             running = set(session_members(os.getsid(0)))
             for record in sorted(self._folder.iterdir(), key=lambda record: int(record.name)):
                 said = [Died(**json.loads(line)) for line in record.read_text().splitlines()]
@@ -107,7 +107,7 @@ class StartWatch:
                 found += said[1:]
         if not found:
             return None
-        # A process that misses another one ends as an engine's does; the one with an error of its own says more.
+        # A process that misses another one ends as an engine's does; one with an error of its own is more precise.
         kind = next((each.kind for each in found if each.kind != FailureKind.ENGINE), FailureKind.ENGINE)
         reported = "; ".join(each.cause for each in found)
         return Died(cause=f"vLLM's processes fail while it starts [GRPO-403]: {reported}", kind=kind)

@@ -1,8 +1,8 @@
-"""What crosses the socket between a local main and its engine host.
+"""Messages between a local main and its engine host.
 
-Pickled by `multiprocessing.connection.Connection` over a socketpair that only the two processes hold. The local main
-sends `Start` first, once; the host answers `Ready` or `Died`. After that any of the others, in any order. There is
-no farewell: an engine holds nothing worth saving, and ends by SIGKILL (`grpo.engine.lifetime`).
+Pickled by `multiprocessing.connection.Connection` over a socketpair held by the two processes alone. The local main
+sends `Start` first, once; the host answers `Ready` or `Died`. After that any of the others, in any order. There is no
+goodbye: an engine has no state to save, and ends by SIGKILL (`grpo.engine.lifetime`).
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """How to build the engine."""
+    """Settings to build the engine.
+
+    Example:
+        EngineSpec(engine_args={"model": "Qwen/Qwen3-0.6B", "dtype": "bfloat16"}, sampling={"temperature": 1.0})
+    """
 
     engine_args: dict[str, Any]
     """Arguments of vLLM's `AsyncEngineArgs`; `weight_transfer_config` is the backend's name alone."""
@@ -27,13 +31,13 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a waiting host is to run, and where."""
+    """Engine for a waiting host to run."""
 
     spec: EngineSpec
     environment: dict[str, str]
-    """Of this engine; the host has been started with what was known before."""
+    """Environment of this engine; the host was started with the part known before."""
     log_path: Path
-    """Absolute; appended to."""
+    """Absolute path; appended to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,92 +45,97 @@ class Ready:
     """The engine has started and waits for work."""
 
     max_model_len: int
-    """Tokens of prompt and completion that one sequence may have."""
+    """Longest sequence, prompt and completion, in tokens."""
     max_num_seqs: int
-    """Sequences that the engine runs at once."""
+    """Number of sequences the engine runs at once."""
     startup_s: float
-    """From the process's first line to here, less its wait for `Start`."""
+    """Seconds from the process's first line to here, without its wait for `Start`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
-    """The engine cannot go on; the host ends after sending this."""
+    """The engine cannot continue; the host ends after sending this."""
 
     cause: str
     kind: FailureKind = FailureKind.ENGINE
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", FailureKind(self.kind))  # text, where it comes out of JSON
+        object.__setattr__(self, "kind", FailureKind(self.kind))  # a string in JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """Tokens that a completion has so far."""
+    """First tokens of a completion."""
 
     token_ids: "np.ndarray"
     """[T] int32."""
     engine_logprobs: "np.ndarray"
-    """[T] float32, natural log, of the distributions that they were sampled from."""
+    """[T] float32, natural log, of the distributions sampled from."""
     is_whole: bool = False
-    """Whether it has ended, and waits for others of its prompt to be answered with it."""
+    """True if it has ended, and waits for others of its prompt to be answered with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Sample completions of one prompt; one `Sampled` follows for each, in some `Answers`."""
+    """Sample completions of one prompt; one `Sampled` follows for each, in some `Answers`.
+
+    Example:
+        Sample(ids=range(8, 16), token_ids=np.array([9707, 11], np.int32), seed=42)
+    """
 
     ids: range
-    """Of the completions; no two that an engine works on have the same."""
+    """Ids of the completions; unique within an engine."""
     token_ids: "np.ndarray"
     """[L] int32, the prompt."""
     seed: int
-    """Of the first completion; the i-th has seed + i."""
+    """Seed of the first completion; the i-th has seed + i."""
     together: bool = False
-    """Whether all are answered when the last one has ended, which costs less; else each when it ends."""
+    """True: all are answered after the last one has ended, which costs less. False: each when it ends."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Sampling arguments that replace those of the spec, for these completions alone."""
+    """Sampling arguments of these completions, overriding the spec's."""
     end_tokens: tuple[int, ...] = ()
-    """Tokens that end a completion, beside `stop_token_ids` of these settings; not with `ignore_eos`."""
+    """End tokens of a completion, in addition to `stop_token_ids` of these settings; not with `ignore_eos`."""
     cache_salt: str | None = None
-    """The prefix cache gives this prompt the KV of prompts with the same salt alone; None: of all without one."""
+    """Prompts share prefix-cache entries only with prompts of the same salt; None: with others without a salt."""
     adapter: int | None = None
-    """Number of the adapter to sample with, from the first token to the last; None: the newest, or none before that."""
+    """Number of the adapter to sample with, from the first token to the last; None: the newest, or the base before
+    it."""
     pictures: tuple[bytes, ...] = ()
-    """Of the prompt's images, as files, in their order; `token_ids` has one placeholder for each."""
+    """Image files of the prompt, in order; `token_ids` has one placeholder for each."""
     expanded: "np.ndarray | None" = None
-    """[L'] int32, with images: what the engine has to make of the prompt."""
+    """[L'] int32, with images: the expected expansion of the prompt."""
     begun: Begun | None = None
-    """Of a single completion: its first tokens, which are not sampled again, and come with the answer."""
+    """First tokens of a single completion: not sampled again, and part of the answer."""
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt, as the engine holds it."""
+        """Number of the prompt's tokens, with images expanded."""
         return len(self.token_ids if self.expanded is None else self.expanded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """One completion, or why there is none."""
+    """One completion, or the error instead of it."""
 
     completion_id: int
     token_ids: "np.ndarray"
     """[T] int32."""
     engine_logprobs: "np.ndarray"
-    """[T] float32, natural log, of the distribution that was sampled from."""
+    """[T] float32, natural log, of the distribution sampled from."""
     error: str | None = None
     is_refusal: bool = False
-    """Whether the error is about the prompt, and the engine goes on."""
+    """True if the error is about the prompt, and the engine continues."""
     finish_reason: str | None = None
-    """vLLM's: `stop`, `length` or `repetition`."""
+    """Reason from vLLM: `stop`, `length` or `repetition`."""
     num_cached_tokens: int = 0
-    """Of the prompt, that the engine's prefix cache held."""
+    """Prompt tokens found in the engine's prefix cache."""
     num_begun: int = 0
-    """Of the tokens: those of `Sample.begun`, which this engine has not sampled."""
+    """Number of tokens from `Sample.begun`, not sampled by this engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """Completions that ended at about the same time: one message costs less than one for each."""
+    """Completions ended at about the same time: one message costs less than one each."""
 
     sampled: "tuple[Sampled, ...]"
 
@@ -152,6 +161,6 @@ class Reply:
     call_id: int
     value: Any
     error: str | None
-    """The exception's text when the call failed."""
+    """Text of the exception, if the call failed."""
     kind: FailureKind = FailureKind.ENGINE
-    """Of that exception."""
+    """Kind of the exception."""

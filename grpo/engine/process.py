@@ -1,4 +1,4 @@
-"""The process of an engine host, as the local main holds it: with its socket, its session and its private folder."""
+"""The process of an engine host, held by the local main with its socket, session and private folder."""
 
 import contextlib
 import os
@@ -19,24 +19,24 @@ from grpo.engine.progress import EngineProgress
 from grpo.faults.sessions import WatchedProcess, end_session, remove_traces, session_members, stopped_members
 
 SEND_TIMEOUT_S = 60  # a host that is stopped, or swapped out, does not read
-END_S = 30.0  # from SIGKILL to the end of a process that no driver holds
-CHECK_S = 2.0  # how often its processes are looked at
+END_S = 30.0  # from SIGKILL to the end of a process not held by a driver
+CHECK_S = 2.0  # between checks of its processes
 CHECKS_PER_LISTING = 15
 
 
 class HostProcess:
-    """A host from its first moment on: it imports vLLM, and waits on its socket for what it is to run.
+    """A host from its start: it imports vLLM, and waits on its socket for an engine to run.
 
-    What it writes until then goes into its private folder. From any thread: an engine's own starts its successor.
+    Its output until then goes to its private folder. From any thread: an engine's own starts its successor.
 
     Args:
-        environment: as `engine_environment` makes it.
+        environment: from `engine_environment`.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = dict(environment)
-        # vLLM's processes meet at sockets and files in the folder for temporary files, and a killed one leaves them
-        # there. Not under output_dir: the path of a socket has 107 bytes at most.
+        # vLLM's processes use sockets and files in the temporary folder, and a killed one leaves them there. Not under
+        # output_dir: a socket's path has at most 107 bytes.
         self.private_folder = Path(tempfile.mkdtemp(prefix="grpo-engine-"))
         self.progress = EngineProgress()
         ours, theirs = socket.socketpair()
@@ -61,15 +61,15 @@ class HostProcess:
 
     @property
     def pid(self) -> int:
-        """Also the id of the session that holds all processes of this engine."""
+        """Pid; also the id of the session of all processes of this engine."""
         return self._process.pid
 
     def private(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """`environment` with this host's own folder in it."""
+        """Return `environment` with this host's own folder."""
         return {**environment, HOST_MARK: str(self.private_folder), "TMPDIR": str(self.private_folder)}
 
     def stacks(self) -> str:
-        """Of all its processes that can show them, the host's behind the others."""
+        """Return the stacks of all its processes that support it, the host's last."""
         return self.progress.stacks(sorted(session_members(self.pid), key=lambda pid: (pid == self.pid, pid)))
 
     def is_running(self) -> bool:
@@ -78,23 +78,23 @@ class HostProcess:
     def wait_for_end(
         self, stopped_timeout_s: float, look: Callable[[float], str | None] = lambda passed_s: None
     ) -> str | None:
-        """Until it ends, or until one of its processes has been stopped for so long, or `look` finds a fault.
+        """Wait until it ends, one of its processes has been stopped for too long, or `look` finds a fault.
 
         Args:
-            look: called again and again, with the seconds since the last time.
+            look: called repeatedly, with the seconds since the last call.
 
         Returns:
-            The fault; None where the host has ended.
+            The fault; None if the host has ended.
         """
         host = WatchedProcess(self.pid)
         try:
             members, looks = [self.pid], 0
             stopped_s: dict[int, float] = {}
             while not host.wait(CHECK_S):
-                if looks % CHECKS_PER_LISTING == 0:  # to list all processes of a large node takes a while
+                if looks % CHECKS_PER_LISTING == 0:  # listing all processes of a large node takes a while
                     members = session_members(self.pid)
                 looks += 1
-                # By looks, not by the clock: while we were stopped ourselves we did not see it.
+                # Counted by looks, not by the clock: while we were stopped ourselves we did not see it.
                 stopped_s = {pid: stopped_s.get(pid, 0.0) + CHECK_S for pid in stopped_members(self.pid, members)}
                 if over := [pid for pid, seconds in stopped_s.items() if seconds > stopped_timeout_s]:
                     return f"its process {over[0]} was stopped (SIGSTOP?) for {stopped_timeout_s:.0f} s"
@@ -105,30 +105,30 @@ class HostProcess:
             host.close()
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for its end. Returns its exit code, or less than 0, the signal that killed it.
+        """Wait for its end. Returns its exit code; negative: the number of the signal.
 
         Raises:
-            subprocess.TimeoutExpired: it is still there.
+            subprocess.TimeoutExpired: it still exists.
         """
         return self._process.wait(timeout_s)
 
     def end(self) -> None:
-        """Kill it and everything that it started, and remove what they leave behind. Safe to call twice."""
+        """Kill it and all its processes, and remove their leftovers. Safe to call twice."""
         end_session(self.pid, self.private_folder)
 
     def end_late(self) -> None:
-        """As `end`, of one that was not ready in time; what it has compiled is kept."""
+        """Call `end` for a host not ready in time; keeps its compiled files."""
         end_late(lambda: session_members(self.pid), self.private_folder, self.end)
 
     def close(self) -> None:
-        """As `end`, with the socket; nobody else waits for it any more."""
+        """Call `end` and close the socket; for a host without another waiting thread."""
         with deaf_to_sigchld():
             self.end()
             self.wait(END_S)
         self.connection.close()
 
     def first_output(self) -> bytes:
-        """What it has written before it took up its log; nothing from then on."""
+        """Output before it opened its log; empty afterwards."""
         try:
             return (self.private_folder / FIRST_OUTPUT).read_bytes()
         except FileNotFoundError:
@@ -137,10 +137,10 @@ class HostProcess:
 
 @contextlib.contextmanager
 def deaf_to_sigchld() -> Iterator[None]:
-    """Keep what handles SIGCHLD from interrupting us.
+    """Disable SIGCHLD handlers in a `with` block.
 
-    torch's handler raises in the main thread at the end of any child, ours too, once one of its data-loader workers was
-    killed (torch 2.13, `_set_SIGCHLD_handler`): an engine would be left half ended.
+    After one of its data-loader workers was killed, torch's handler raises in the main thread at the end of any child,
+    ours too (torch 2.13, `_set_SIGCHLD_handler`): an engine would be left half ended.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

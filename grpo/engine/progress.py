@@ -1,7 +1,7 @@
-"""How far an engine has come, in memory that its client reads: a process that is stuck need not answer for that.
+"""Progress of an engine, in shared memory read by its client, so that a stuck process need not answer.
 
-The client makes the memory and hands it to the host; vLLM's EngineCore, which comes out of the host by fork, counts the
-steps that it ends there. Behind the count, processes that are asked for their stacks write them.
+The client creates the memory and passes it to the host. vLLM's EngineCore, forked from the host, counts its finished
+steps there. After the counters, processes write their stacks on request.
 """
 
 import contextlib
@@ -21,29 +21,29 @@ STALL_S = 120.0
 STALL_SLOW_S = 600.0  # on CPUs, and while kernels are compiled
 SLOWEST_FACTOR = 10.0  # an engine that was that slow before may be so again
 SHOW_S = 2.0  # for one process to write its stacks
-_QUIET_S = 0.1  # without another line of them
-_COUNT = struct.Struct("Qd")  # steps that have ended, and the seconds of the slowest
+_QUIET_S = 0.1  # time without another line of them
+_COUNT = struct.Struct("Qd")  # finished steps, and the seconds of the slowest
 
 
 class EngineProgress:
     """The client's side of the memory."""
 
     def __init__(self) -> None:
-        self._file = open(os.memfd_create("grpo-progress"), "w+b", buffering=0)  # noqa: SIM115  goes with this object
+        self._file = open(os.memfd_create("grpo-progress"), "w+b", buffering=0)  # noqa: SIM115  closed with this object
         self._file.truncate(_COUNT.size)
-        self._file.seek(_COUNT.size)  # where stacks begin: all who write them share the position
+        self._file.seek(_COUNT.size)  # start of the stacks: all writers share the position
 
     @property
     def fd(self) -> int:
         return self._file.fileno()
 
     def read(self) -> tuple[int, float]:
-        """Steps that have ended, and the seconds of the slowest."""
+        """Return the number of finished steps, and the seconds of the slowest."""
         steps, slowest_s = _COUNT.unpack(os.pread(self.fd, _COUNT.size, 0))
         return steps, slowest_s
 
     def stacks(self, pids: Sequence[int]) -> str:
-        """Of those processes that can show them; they go on."""
+        """Return the stacks of those processes that support it; they keep running."""
         shown = [(pid, text) for pid in pids if (text := self._stacks(pid)) is not None]
         return "\n".join(f"process {pid} ({_title(pid)}):\n{text}" for pid, text in shown)
 
@@ -68,7 +68,8 @@ def _title(pid: int) -> str:
 
 
 def count_steps(fd: int) -> None:
-    """In an engine host that has imported vLLM: let its EngineCore count, and all that come out of it show stacks."""
+    """Let EngineCore count its steps, and all forked processes write stacks on request; call it after importing
+    vLLM."""
     faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True)
     memory = mmap.mmap(fd, _COUNT.size)
 
@@ -80,11 +81,11 @@ def count_steps(fd: int) -> None:
 
 
 class StallWatch:
-    """Decides, look by look, whether an engine is stuck: it owes completions, and no step of it ends.
+    """Decides from repeated observations if an engine is stuck: it has pending completions, and finishes no step.
 
     Args:
-        timeout_s: that its user has set; None: `STALL_SLOW_S` on CPUs and in an engine's first generation batch, else
-            `STALL_S`. In any case `SLOWEST_FACTOR` times its slowest step, where that is longer.
+        timeout_s: the user's setting. None: `STALL_SLOW_S` on CPUs and in an engine's first generation batch, else
+            `STALL_S`. In any case at least `SLOWEST_FACTOR` times its slowest step.
     """
 
     def __init__(self, timeout_s: float | None, *, on_cpu: bool) -> None:
@@ -101,18 +102,17 @@ class StallWatch:
     def look(
         self, passed_s: float, *, owes: bool, steps: int, answers: int, slowest_s: float, is_first: bool
     ) -> float | None:
-        """Once more.
+        """Add an observation.
 
         Args:
-            passed_s: since the last look, while the one who looks was awake.
-            owes: whether completions are under way, and nothing else is asked of the engine: a weight sync has its own
-                limit.
-            steps: that have ended; 0: the engine does not count.
-            answers: that have come; the last ones come behind the last step.
-            is_first: whether this is its first generation batch.
+            passed_s: time since the last one, while the observer was awake.
+            owes: completions are pending, and no control call: a weight sync has its own limit.
+            steps: number of finished ones; 0: the engine does not count.
+            answers: number received; the last ones come after the last step.
+            is_first: this is the engine's first generation batch.
 
         Returns:
-            Seconds without a step, where that is too long.
+            Seconds without a step, if too many.
         """
         if not owes or not steps or (steps, answers) != self._seen:
             self._seen, self._still_s = (steps, answers), 0.0

@@ -1,4 +1,4 @@
-"""What an engine host does for its local main: samples, and answers control calls, by vLLM's asynchronous engine."""
+"""Request handling of an engine host: sampling and control calls, by vLLM's asynchronous engine."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 HEALTH_POLL_S = 0.5
-SETTLE_S = 10.0  # until a request that begins or ends has begun or ended
+SETTLE_S = 10.0  # for a request that starts or ends right now
 SETTLE_POLL_S = 0.01
 ENDED_WELL = ("stop", "length", "repetition")
 
@@ -38,8 +38,8 @@ class Host:
         self._connection = connection
         self._engine = engine
         self._sampling = sampling
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by completion id: what samples it
-        self._begun: dict[int, Begun] = {}  # by completion id: `Sample.begun`
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # sampling task by completion id
+        self._begun: dict[int, Begun] = {}  # `Sample.begun` by completion id
         self._answers: list[Sampled] = []  # since the event loop was last idle
         self._background: set[asyncio.Task[None]] = set()
         self._abort_s = timeouts.engine_abort_s
@@ -53,11 +53,11 @@ class Host:
                 try:
                     message = self._connection.recv()
                 except (EOFError, OSError):
-                    return  # the local main is going, and takes us with it
+                    return  # the local main is ending, and ends this process too
                 loop.call_soon_threadsafe(self._dispatch, message)
 
         threading.Thread(target=read, name="grpo-host-reader", daemon=True).start()
-        while not self._engine.errored:  # vLLM's engine process may die while nobody asks anything of it
+        while not self._engine.errored:  # vLLM's engine process may die while it is idle
             await asyncio.sleep(HEALTH_POLL_S)
         text = f"vLLM's engine process died [GRPO-405]: {self._engine.dead_error!r}"
         raise GrpoError(text, kind=FailureKind.ENGINE)
@@ -97,15 +97,15 @@ class Host:
             if not answers[0].is_refusal:
                 with contextlib.suppress(OSError):  # a full disk
                     traceback.print_exception(error)
-        if not self._answers:  # what else ends in this step of the engine goes along
+        if not self._answers:  # collect all answers of this engine step
             asyncio.get_running_loop().call_soon(self._send_answers)
         self._answers += answers
 
     async def _completions(self, sample: Sample, ids: range) -> list[Sampled]:
-        """Some completions of a prompt, by one request of vLLM's, which gives the i-th of them the seed + i."""
+        """Sample completions of a prompt by one vLLM request, which gives the i-th of them the seed + i."""
         settings = {**self._sampling, **sample.overrides}
         if "max_tokens" in sample.overrides and "min_tokens" not in sample.overrides:
-            # A turn may have less space than a completion, and vLLM takes no more at least than at most.
+            # A turn may have less space than a completion, and vLLM requires min_tokens <= max_tokens.
             settings["min_tokens"] = min(settings.get("min_tokens", 0), settings["max_tokens"])
         if not settings.get("ignore_eos"):
             settings["stop_token_ids"] = sorted({*(settings.get("stop_token_ids") or ()), *sample.end_tokens})
@@ -141,7 +141,8 @@ class Host:
         ]
 
     async def _wait_for_death(self) -> None:
-        """An engine process that was asked to end (SIGTERM) aborts its requests first, and is missed a moment later."""
+        """Wait for an engine process ended by SIGTERM: it aborts its requests first, and its death is noticed a moment
+        later."""
         until = time.monotonic() + self._abort_s
         while time.monotonic() < until and not self._engine.errored:
             await asyncio.sleep(HEALTH_POLL_S / 5)
@@ -152,7 +153,7 @@ class Host:
             self._connection.send(Answers(sampled=tuple(answers)))
 
     async def _last_output(self, prompt: Any, params: Any, request_id: str, adapter: int | None = None) -> Any:
-        """What vLLM answers when a request is finished."""
+        """Return vLLM's final output of a request."""
         with self._adapters.used(adapter) as lora_request:
             stream = self._engine.generate(prompt, params, request_id, lora_request=lora_request)
             outputs = [output async for output in stream]
@@ -191,10 +192,10 @@ class Host:
                 return await engine.resume_generation()
             case "so_far":
                 return await self._so_far()
-            case "weight_version":  # of whoever asks the engine itself what it holds
+            case "weight_version":  # for users who ask the engine itself for its version
                 return await engine.get_weight_version()
             case "wire_format":
-                return await engine.collective_rpc("grpo_wire_format", kwargs=kwargs)  # an answer of each worker
+                return await engine.collective_rpc("grpo_wire_format", kwargs=kwargs)  # one answer per worker
             case "check_bits":
                 return await engine.collective_rpc("grpo_check_bits", kwargs=kwargs)
             case "take_adapter":
@@ -206,20 +207,20 @@ class Host:
         raise ValueError(f"engine host has no call {method!r}")
 
     async def _pause(self) -> dict[int, int]:
-        """End the step that is under way and begin no other one until `resume`; completions keep their KV.
+        """Finish the current step, and start no other until `resume`; completions keep their KV.
 
         Returns:
-            Tokens so far of each completion that is under way here, by id.
+            Number of tokens so far of each completion in progress, by id.
         """
         await self._engine.pause_generation(mode="keep", clear_cache=False)
-        # No token is sampled from here on. The last ones may not have come through vLLM's output processor yet: the
-        # counts may be low then. Nothing but metrics is made of them.
+        # No token is sampled from here on. The last ones may still be on their way through vLLM's output processor: the
+        # counts, used for metrics only, may be low then.
         states = self._engine.output_processor.request_states.values()
         begun = {completion: len(each.token_ids) for completion, each in self._begun.items()}
         return {completion: len(tokens) + begun.get(completion, 0) for completion, tokens, *_ in under_way(states)}
 
     async def _so_far(self) -> dict[int, Begun]:
-        """Tokens of each completion that is not answered, by id; whatever has been answered is sent before."""
+        """Return the tokens of each unanswered completion, by id; sends finished answers first."""
         async with asyncio.timeout(SETTLE_S):
             while True:
                 found = {
@@ -228,18 +229,18 @@ class Host:
                         self._engine.output_processor.request_states.values()
                     )
                 }
-                if {each for each in self._tasks if each >= 0} <= found.keys():  # below: a trial's, of no batch
+                if {each for each in self._tasks if each >= 0} <= found.keys():  # negative: a trial's, of no batch
                     break
-                await asyncio.sleep(SETTLE_POLL_S)  # one begins or ends at this moment
+                await asyncio.sleep(SETTLE_POLL_S)  # one starts or ends at this moment
         self._send_answers()
         return found
 
     async def _prompt_logprobs(self, prompts: list[list[int]], pictures: Sequence[bytes] = ()) -> list[list[float]]:
-        """Raw log-probability of each prompt token but the first, by one forward of the engine.
+        """Return the raw log-probability of each prompt token except the first, by one forward of the engine.
 
         Args:
-            pictures: the image of each prompt, which has one placeholder for it then; its tokens are those that the
-                engine makes of the prompt.
+            pictures: image of each prompt, which then has one placeholder; the log-probabilities are of the expanded
+                tokens.
         """
 
         async def score(index: int, token_ids: list[int]) -> list[float]:

@@ -1,4 +1,4 @@
-"""A node's engines over all their lives: they start while the trainer loads its model, and come back when they die."""
+"""Supervisor of a node's engines: starts them while the trainer loads its model, and restarts dead ones."""
 
 import contextlib
 import logging
@@ -32,18 +32,18 @@ MAX_FAILED_STARTS = 2  # of one restart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRestart:
-    """An engine that died and is back, without its weights."""
+    """A restarted engine, without its weights."""
 
     node: int
     index: int
-    """Of the node's engines."""
+    """Index among the node's engines."""
     host: str
     phase: str
-    """What its local main was doing when it died."""
+    """Phase of its local main at its death."""
     cause: str
-    """The first line of what is known."""
+    """First line of the known cause."""
     seconds: float
-    """From its death until it took work again."""
+    """Time from its death until it took work again."""
 
     def __str__(self) -> str:
         return (
@@ -53,14 +53,14 @@ class EngineRestart:
 
 
 class RestartLimit:
-    """How often one engine may die."""
+    """Limit on the deaths of one engine."""
 
     def __init__(self, max_deaths: int) -> None:
         self._max_deaths = max_deaths
         self._deaths: deque[float] = deque()
 
     def allows(self, now: float) -> bool:
-        """Count a death at `now`, by time.monotonic(); whether the engine is started again after it."""
+        """Count a death at `now`, by time.monotonic(); return True if the engine may be restarted."""
         while self._deaths and now - self._deaths[0] > WINDOW_S:
             self._deaths.popleft()
         self._deaths.append(now)
@@ -69,16 +69,16 @@ class RestartLimit:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Loss:
-    """An engine that is gone, until its successor takes work."""
+    """A lost engine, until its successor takes work."""
 
     since: float
     record: FailureRecord
     why: str
-    """The record's cause without the engine's log."""
+    """Cause from the record, without the engine's log."""
     successor: EngineLike | None = None
     failed_starts: int = 0
     given_up: FailureRecord | None = None
-    """Why there will be no successor."""
+    """Reason why there will be no successor."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -87,27 +87,27 @@ class _Slot:
     limit: RestartLimit
     devices: Sequence[str]
     free_bytes: Sequence[int]
-    """Of the devices, before the first engine; [] where that is not known."""
+    """Free memory of the devices before the first engine; [] if unknown."""
     loss: _Loss | None = None
 
 
 class EngineSupervisor:
-    """The engines of this node. Every rank has one of these; on other ranks than the local main it holds no engine.
+    """The engines of this node. Every rank has a supervisor; on ranks other than the local main it holds no engine.
 
-    From `supervise` on an engine that dies is started again at once, on its devices and from a thread of its own;
-    `replace_lost` puts it into the place of the old one. Before that, a death is the job's failure.
+    After `supervise`, a dead engine is restarted at once, on its devices and from its own thread; `replace_lost` puts
+    the successor in its place. Before, a death fails the job.
 
     Engines end with this object, at the latest with the interpreter: a notebook's next trainer needs the GPUs.
 
     Args:
-        log_folder: where each engine writes its own log.
+        log_folder: folder of the engines' logs.
         attempt: of the run, for the names of the logs.
         timeout_s: from the start of an engine until it is ready.
         max_restarts: of one engine in an hour.
-        stopped_timeout_s: after which an engine with a stopped process is ended.
-        stall_timeout_s: after which one that is alive and does nothing is ended; see `EngineClient`.
-        standby: keep a process ready that has imported vLLM, for the next engine that is started again.
-        start_engine: `EngineClient`, or what a test puts in its place.
+        stopped_timeout_s: time after which an engine with a stopped process is ended.
+        stall_timeout_s: time after which a stuck engine is ended; see `EngineClient`.
+        standby: keep a process ready with vLLM imported, for the next restart.
+        start_engine: `EngineClient`, or a test's replacement.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class EngineSupervisor:
     ) -> None:
         self.topology = topology
         self.before_restart: Callable[[], None] = lambda: None
-        """Called before a successor is started, from the thread that starts it: lets go of what is shared with the
-        dead engine."""
+        """Called before a successor is started, from the starting thread: releases resources shared with the dead
+        engine."""
         self._watch = watch
         self._timeout_s = timeout_s
         self._max_restarts, self._timeouts = max_restarts, timeouts
@@ -174,7 +174,7 @@ class EngineSupervisor:
             for index, (environment, devices) in enumerate(zip(self._environments, topology.engines, strict=False))
         ]
         self.clients: list[EngineLike] = []
-        self._every: list[EngineLike] = []  # whose processes may still be there
+        self._every: list[EngineLike] = []  # engines whose processes may still exist
         self._ender = weakref.finalize(self, _close_all, self._every, watch)
         try:
             for slot in self._slots:
@@ -204,7 +204,7 @@ class EngineSupervisor:
         return ready
 
     def supervise(self) -> None:
-        """From now on engines that die come back."""
+        """Restart dead engines from now on."""
         with self._changed:
             self._supervises = True
         self._stand_by()
@@ -223,21 +223,21 @@ class EngineSupervisor:
     # -- deaths ---------------------------------------------------------------------------------------------------
 
     def has_lost(self, within_s: float = 0.0) -> bool:
-        """Whether an engine is gone and not replaced yet; waits a moment for one that may be about to end."""
+        """True if an engine is lost and not replaced yet; waits a moment for one that may be about to end."""
         with self._changed:
             if self._changed.wait_for(self._misses_one, within_s):
                 return True
-            is_dead = any(client.is_dead for client in self.clients)  # its own thread will say so at once
+            is_dead = any(client.is_dead for client in self.clients)  # its own thread will report it at once
             return is_dead and self._changed.wait_for(self._misses_one, self._timeouts.engine_notice_s)
 
     def _misses_one(self) -> bool:
         return any(slot.loss is not None for slot in self._slots)
 
     def replace_lost(self) -> list[EngineRestart]:
-        """Put the successors of all lost engines into their places, once they take work; they have no weights yet.
+        """Put the successors of all lost engines in their places, once they take work; they have no weights yet.
 
         Raises:
-            StepFailed: one will not come back; says why.
+            StepFailed: one will not come back; has the reason.
             JobFailed: the job failed elsewhere meanwhile.
         """
         restarts = []
@@ -265,8 +265,7 @@ class EngineSupervisor:
         return restarts
 
     def renew(self) -> None:
-        """Start those that have survived a broken weight sync anew: they hold parts of two policies, and may be
-        stuck."""
+        """Restart the survivors of a broken weight sync: they hold parts of two policies, and may be stuck."""
         for index, slot in enumerate(self._slots):
             if slot.loss is not None:
                 continue
@@ -309,12 +308,12 @@ class EngineSupervisor:
             return self._changed.wait_for(lambda: loss.successor is not successor, self._timeouts.engine_notice_s)
 
     def _forget(self, dead: EngineLike) -> None:
-        """Its pid may be another process's some day."""
+        """Drop a dead engine: its pid may be reused some day."""
         self._every.remove(dead)
         self._watch.uncovers(dead.private_folder)
 
     def _note_death(self, index: int, error: EngineDied) -> None:
-        """In a thread of the dead engine."""
+        """Handle a death; called in a thread of the dead engine."""
         phase = None if self._supervises else START_PHASE  # the ranks may be further, and wait for it later
         record = self._watch.make_record(error, phase)
         _log.warning("an engine died in phase '%s': %s", record.phase, _first_line(error.what), extra=FILE_ONLY)
@@ -351,10 +350,10 @@ class EngineSupervisor:
         return loss
 
     def _start_successor(self, slot: _Slot, loss: _Loss) -> None:
-        """Not with the lock held: nobody says how long a library and a driver take to let go."""
+        """Start a successor. Call it without the lock: a library and a driver may take long to release resources."""
         try:
             self.before_restart()
-        except RuntimeError as error:  # NCCL's: the group is of no use in any case
+        except RuntimeError as error:  # NCCL's: the group is useless in any case
             _log.warning("the dead engine's weight sync group was not closed: %s", error, extra=FILE_ONLY)
         if not wait_until_free(slot.devices, slot.free_bytes, self._timeouts.device_free_s):
             _log.warning("GPUs %s have less memory free than at the start", ",".join(slot.devices), extra=FILE_ONLY)
@@ -363,7 +362,7 @@ class EngineSupervisor:
                 return
             try:
                 loss.successor = self._started(slot)
-            except OSError as error:  # no space for its log, say
+            except OSError as error:  # no space for its log, for example
                 loss.given_up = self._record(loss, f"could not be started again: {type(error).__name__}: {error}")
             self._changed.notify_all()
 
@@ -388,4 +387,4 @@ def _close_all(clients: Sequence[EngineLike], watch: FailureWatch) -> None:
 
 def _close(client: EngineLike, watch: FailureWatch) -> None:
     client.close()
-    watch.uncovers(client.private_folder)  # not if the job's failure has come in between: the sentinel ends it then
+    watch.uncovers(client.private_folder)  # not if the job has failed meanwhile: then the sentinel ends it

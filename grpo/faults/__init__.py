@@ -1,5 +1,5 @@
-"""How all end together: the failure record and its kinds, the watch, a node's sentinel, signals, limits on users' code.
+"""Failure handling: the failure record and its kinds, the watch, a node's sentinel, signals, limits on users' code.
 
-Everything above `place` may import it; it imports `place` alone.
-It must not know what fails: engines, checkpoints and rewards name their own kinds and phases.
+Every package above `place` may import it; it imports `place` alone. It must not know engines, checkpoints or rewards:
+they name their own kinds and phases.
 """

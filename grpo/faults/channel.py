@@ -1,4 +1,4 @@
-"""Lines of JSON between the nodes' sentinels, after each side has shown the other that it knows the job's secret.
+"""JSON lines over TCP between the nodes' sentinels, after a mutual handshake with the job's secret.
 
 Nothing is unpickled, and a line has a bounded length.
 """
@@ -21,9 +21,9 @@ from grpo.faults.liveness import NodePlace
 from grpo.place.timeouts import USUAL, Timeouts
 
 MAX_LINE_BYTES = 1 << 20
-MAX_GREETING_BYTES = 4096  # of a line from somebody who has shown nothing yet
-MAX_UNSENT_BYTES = 8 << 20  # of a peer that does not read
-MAX_READ_BYTES = 1 << 16  # in one turn of the loop, which reads other connections, too
+MAX_GREETING_BYTES = 4096  # of a line before the handshake
+MAX_UNSENT_BYTES = 8 << 20  # to a peer that does not read
+MAX_READ_BYTES = 1 << 16  # per turn of the loop, which reads other connections too
 AGAIN_S = 0.2
 
 Message = dict[str, Any]
@@ -33,27 +33,27 @@ _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: `struct ucred`
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Who is at the other end of a Unix socket, as the kernel knows it: pid and user."""
+    """Return (pid, uid) of the process at the other end of a Unix socket, from the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(credentials)
     return pid, user
 
 
 class Channel:
-    """A connection that never blocks. `is_open` turns False when the other side has ended it, or it is lost."""
+    """A non-blocking connection. `is_open` turns False when the other side closes it, or it is lost."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.socket = connection
         self.is_open = True
         self.error: OSError | None = None
-        """By which the connection was lost; None: the other side ended it, as the kernel does for a dead process."""
+        """Error that lost the connection; None if the other side closed it, as the kernel does for a dead process."""
         self.max_line_bytes = MAX_GREETING_BYTES
         self._read = b""
         self._unsent = b""
 
     def send(self, kind: str, **values: Any) -> None:
-        """What does not go out now goes with the next `send`."""
+        """Send a message; bytes that do not fit now are sent by the next `send`."""
         self._unsent += json.dumps({"kind": kind, **values}).encode() + b"\n"
         try:
             while self._unsent and self.is_open:
@@ -61,11 +61,11 @@ class Channel:
         except BlockingIOError:
             self.is_open = len(self._unsent) < MAX_UNSENT_BYTES
         except OSError as error:
-            self._unsent = b""  # whether it has said something before it went, `receive` tells
+            self._unsent = b""  # `receive` tells if the peer sent something before it went
             self._note(error)
 
     def receive(self) -> list[Message]:
-        """The messages that have come, as far as one read goes. A line that is too long or no message ends it."""
+        """Read once, and return the messages. An overlong line or an invalid message closes the connection."""
         try:
             chunk = self.socket.recv(MAX_READ_BYTES)
             self._read += chunk
@@ -90,17 +90,17 @@ class Channel:
         return messages
 
     def _note(self, error: OSError) -> None:
-        """Keep the first error: the kernel reports it once. A broken pipe follows the other side's end."""
+        """Keep the first error: the kernel reports it once. A broken pipe only follows the other side's end."""
         if self.error is None and not isinstance(error, BrokenPipeError):
             self.error = error
 
     def unconfirmed_s(self) -> float:
-        """Since the other machine has confirmed something: its kernel does, also for a process that is held."""
+        """Seconds since the other machine's last TCP ACK; its kernel sends ACKs even while the process is stopped."""
         information = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size)
         return _LAST_ACK.unpack(information)[0] / 1000
 
     def has_arrived(self) -> bool:
-        """Whether all that was sent is with the other machine, where its process finds it."""
+        """True if everything sent has reached the other machine's kernel."""
         unconfirmed = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
         return not self._unsent and not any(unconfirmed)
 
@@ -110,10 +110,10 @@ class Channel:
 
 
 def tune(connection: socket.socket, timeout_s: float) -> None:
-    """What is small goes at once, and a peer that confirms nothing is given up by the kernel later than by us."""
+    """Set TCP options: no delay for small messages, and a kernel timeout above ours for peers without ACKs."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * timeout_s))
-    with contextlib.suppress(OSError):  # a help alone: an older kernel waits twice as long with each try
+    with contextlib.suppress(OSError):  # optional: without it an older kernel doubles its wait with each retry
         connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
 
 
@@ -122,7 +122,7 @@ def new_challenge() -> str:
 
 
 def proof(secret: str, role: str, challenge: str, own_challenge: str, node: int) -> str:
-    """That one knows the secret, as `role` of node `node`, for the challenge of the other side."""
+    """Return an HMAC to prove knowledge of the secret, as `role` of node `node`, for the other side's challenge."""
     text = f"{role}|{challenge}|{own_challenge}|{node}"
     return hmac.new(bytes.fromhex(secret), text.encode(), "sha256").hexdigest()
 
@@ -132,7 +132,7 @@ def is_proof(given: Any, expected: str) -> bool:
 
 
 class Introduction:
-    """A handshake over `connection`: each side shows the other that it knows the secret."""
+    """Handshake over `connection`: each side proves its knowledge of the secret."""
 
     def __init__(self, connection: socket.socket, secret: str, place: NodePlace) -> None:
         self.channel = Channel(connection)
@@ -140,8 +140,8 @@ class Introduction:
         self._ours, self._theirs = new_challenge(), ""
 
     def hear(self) -> NodePlace | None:
-        """Read what has arrived. Returns the other side's place, once it has shown that it knows the secret: the place
-        comes with the proof, so that a peer that is stopped right after it can still be named.
+        """Read arrived messages. Returns the other side's place once it has verified its knowledge of the secret. The
+        place comes with the proof: a peer that is stopped right after it can still be named.
 
         Raises:
             OSError: the port is closed, or the other side does not know the secret.
@@ -169,14 +169,15 @@ class Introduction:
 def join(
     addresses: list[str], port: int, secret: str, place: NodePlace, timeout_s: float, timeouts: Timeouts = USUAL
 ) -> tuple[Channel, NodePlace]:
-    """Connect to the first address whose other side knows the secret; returns the channel and its place. Tries each
-    address for `hub_answer_s`, and all again until `hub_join_s` have passed or all ports are closed.
+    """Connect to the first address whose other side knows the secret; returns the channel and its place.
+
+    Tries each address for `hub_answer_s`, in rounds, until `hub_join_s` have passed or all ports are closed.
 
     Args:
         place: of this node; sent to the other side.
 
     Raises:
-        OSError: there is none; says why, for each.
+        OSError: no address works; has the reason for each.
     """
     deadline = time.monotonic() + timeouts.hub_join_s
     problems: dict[str, OSError] = {}

@@ -1,6 +1,6 @@
-"""Deadlines for what has none of its own: waits in libraries, code of others, a main thread that is busy.
+"""Deadlines for calls without a timeout of their own: waits in libraries, users' code, a busy main thread.
 
-By what has to run for them: another thread of Python, a signal to the main thread, or none of this process.
+They differ in what must still run: another Python thread, the main thread (by a signal), or nothing in this process.
 """
 
 import contextlib
@@ -22,19 +22,20 @@ from grpo.faults.stacks import Stacks
 from grpo.faults.users_code import Worker
 from grpo.place.timeouts import USUAL, Timeouts
 
-REMINDER_S = 60.0  # of a wait, between two lines about it
-AGAIN_S = 5.0  # after which code that has caught `DeadlinePassed` and goes on gets it once more
+REMINDER_S = 60.0  # between two log lines about a wait
+AGAIN_S = 5.0  # code that catches `DeadlinePassed` and goes on gets it again after this time
 _calls: set[threading.Event] = set()
-"""Of the calls in `interrupted_after`: set, the main thread is woken from a system call."""
+"""Events of the calls in `interrupted_after`; setting one interrupts the main thread, even in a system call."""
 
 
 class DeadlinePassed(BaseException):
-    """A call takes longer than it may. No `except Exception` around it catches this."""
+    """A call exceeded its deadline. A BaseException, so that no `except Exception` catches it."""
 
 
 @contextlib.contextmanager
 def on_expiry(timeout_s: float, act: Callable[[], None]) -> Iterator[None]:
-    """Around what no deadline can be given to: `act` runs in another thread if it takes longer."""
+    """Run `act` in another thread if the block takes longer than `timeout_s`. For calls without a deadline of their
+    own."""
     timer = threading.Timer(timeout_s, act)
     timer.daemon = True
     timer.start()
@@ -46,7 +47,7 @@ def on_expiry(timeout_s: float, act: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def every_minute(act: Callable[[float], None]) -> Iterator[None]:
-    """Around a long wait in a library: call `act` with the seconds so far, from another thread, once a minute."""
+    """Call `act` with the elapsed seconds once a minute, from another thread, during a long wait in a library."""
     begun, is_over = time.monotonic(), threading.Event()
 
     def repeat() -> None:
@@ -62,13 +63,13 @@ def every_minute(act: Callable[[float], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupted_after(timeout_s: float) -> Iterator[None]:
-    """Around a call of the user's code in the main thread, which a signal interrupts, in a system call too; so does the
-    job's failure. In another thread it may take as long as it likes.
+    """Interrupt users' code in the main thread after `timeout_s`, even in a system call; the job's failure interrupts
+    it too. In another thread the code has no limit.
 
-    The signal is SIGUSR2: SIGALRM is left to the code inside. An alarm that this has set does not outlive it.
+    Uses SIGUSR2, leaving SIGALRM to the code inside. An alarm set inside is cancelled afterwards.
 
     Raises:
-        DeadlinePassed: inside, wherever the main thread is; and outside, where the code has caught that.
+        DeadlinePassed: at the main thread's current position; and again after the block, if the code caught it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -78,7 +79,7 @@ def interrupted_after(timeout_s: float) -> Iterator[None]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal has_passed
-        if is_inside and time.monotonic() >= deadline:  # else the job's failure, which follows by itself
+        if is_inside and time.monotonic() >= deadline:  # else it was the job's failure, which is raised separately
             has_passed = True
             raise DeadlinePassed
 
@@ -105,7 +106,7 @@ def interrupted_after(timeout_s: float) -> Iterator[None]:
         is_inside = False
         _calls.discard(strike)
         strike.set()
-        watcher.join()  # a signal that is under way arrives before the handler goes
+        watcher.join()  # a pending signal arrives before the handler is removed
         signal.signal(signal.SIGUSR2, before)
         if has_passed and not had_alarm:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -115,8 +116,7 @@ def interrupted_after(timeout_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_process(timeout_s: float) -> Iterator[None]:
-    """The process shows its stacks on stderr and ends with exit code 1 if the inside takes longer: the last resort
-    where nobody else can end it."""
+    """End the process with exit code 1 and its stacks on stderr if the block takes longer: the last resort."""
     faulthandler.dump_traceback_later(timeout_s, file=2, exit=True)
     try:
         yield
@@ -125,8 +125,8 @@ def ending_process(timeout_s: float) -> Iterator[None]:
 
 
 def raise_in_main_thread(record: FailureRecord) -> None:
-    """Raise `JobFailed` where the main thread is; it arrives when that thread runs Python code again."""
-    # The interpreter makes the instance, without arguments.
+    """Raise `JobFailed` in the main thread, asynchronously: it takes effect when the thread next runs Python code."""
+    # The interpreter creates the instance, without arguments.
     members = {"__init__": partialmethod(JobFailed.__init__, record), "__module__": JobFailed.__module__}
     elsewhere = type("JobFailed", (JobFailed,), members)
     main_id = ctypes.c_ulong(threading.main_thread().ident or 0)
@@ -143,21 +143,21 @@ class _LimitedCall:
     phase: str
     cause: str
     deadline_s: float
-    """time.monotonic()"""
+    """Deadline by `time.monotonic()`."""
     thread: int
-    """`threading.get_ident()`: its stack is shown first."""
+    """Thread id from `threading.get_ident()`; its stack is shown first."""
 
 
 class CallLimits:
-    """Calls under way in this process, in any threads. The earliest deadline that passes is the job's failure, with
-    the stacks of this process.
+    """Limits of calls in progress, in any thread of this process. The first missed deadline fails the job, with the
+    stacks of this process.
 
-    The sentinel keeps it, as Python code may not run here. One process alone ends `alone_grace_s` later with its
-    stacks on stderr.
+    The sentinel keeps the deadline, because Python code may not run here. A single process without a sentinel ends
+    `alone_grace_s` later, with its stacks on stderr.
 
     Args:
-        link: to the node's sentinel; None for one process alone.
-        fail: makes a cause the job's failure, in a phase.
+        link: to the node's sentinel; None for a single process.
+        fail: reports a cause in a phase as the job's failure.
     """
 
     def __init__(self, link: SentinelLink | None, fail: Callable[[str, str], None], timeouts: Timeouts = USUAL) -> None:
@@ -170,7 +170,7 @@ class CallLimits:
 
     @contextlib.contextmanager
     def around(self, phase: str, timeout_s: float, cause: str) -> Iterator[None]:
-        """Around a call that ends within `timeout_s`, or `cause` is why the job fails in `phase`."""
+        """Limit the block: if it takes longer than `timeout_s`, the job fails in `phase` with `cause`."""
         deadline_s = time.monotonic() + timeout_s
         call = _LimitedCall(phase=phase, cause=cause, deadline_s=deadline_s, thread=threading.get_ident())
         with self._lock:
@@ -187,7 +187,7 @@ class CallLimits:
             self._arm()
 
     def _arm(self) -> None:
-        """See to the call that has to end first."""
+        """Arm the earliest deadline."""
         first = min(self._calls, key=lambda call: call.deadline_s, default=None)
         if first is self._first:
             return
@@ -206,7 +206,7 @@ class CallLimits:
             self._armed.enter_context(on_expiry(left_s, lambda: self._expire(first)))
 
     def _expire(self, call: _LimitedCall) -> None:
-        self._end(call)  # Python code runs: nothing has to end this process
+        self._end(call)  # Python code still runs, so nothing needs to end this process
         self._fail(f"{call.cause}; it was here, the innermost call first:\n{self._stacks.now(call.thread)}", call.phase)
 
 
@@ -214,11 +214,11 @@ T = TypeVar("T")
 
 
 def within(timeout_s: float, function: Callable[[], T]) -> T:
-    """`function()`, in a thread that is left to itself when it takes longer.
+    """Return `function()`, run in a daemon thread; on timeout the thread is abandoned.
 
     Raises:
-        TimeoutError: it took longer. The thread is a daemon: it does not keep the process.
-        BaseException: whatever `function` raised.
+        TimeoutError: it took longer. The thread does not keep the process alive.
+        BaseException: raised by `function`.
     """
     answer = Worker("grpo-deadline").run(function)
     if not wait([answer], timeout_s).done:

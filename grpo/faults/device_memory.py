@@ -1,4 +1,4 @@
-"""A device that has run out of memory: whose memory fills it, in which phase, what lowers it; when it is free again."""
+"""Out-of-memory errors of a device: who holds the memory, in which phase, and the setting to lower it."""
 
 import os
 import re
@@ -10,13 +10,13 @@ from typing import Any
 
 from grpo.faults.failure import with_causes
 
-OTHERS_SHARE = 0.02  # of the device: contexts of tools that only look do not count
+OTHERS_SHARE = 0.02  # of the device: contexts of monitoring tools do not count
 
-FREE_AGAIN = 0.995  # of what was free before: tools that only look come and go
+FREE_AGAIN = 0.995  # of the memory free before: monitoring tools come and go
 POLL_S = 0.1
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-# torch's and vLLM's own words for what they asked for, and torch's for the device.
+# Phrases of torch and vLLM: the requested bytes, and torch's figures for the device.
 _ASKED = re.compile(r"(?:Tried to allocate|memory utilization \([\d.]+,) ([\d.]+ [KMG]iB)")
 _HELD = re.compile(
     r"total capacity of ([\d.]+ [KMG]iB) of which ([\d.]+ [KMG]iB) is free.*this process has ([\d.]+ [KMG]iB)",
@@ -28,34 +28,34 @@ _DEVICE = re.compile(r"\bGPU (\d+) has|device cuda:(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Bytes of one device."""
+    """Memory of one device in bytes."""
 
     total: int
     free: int
     own: int
-    """Of this process, which has the device to itself: ranks and engines share none."""
+    """Held by this process. Ranks and engines share no device."""
     others: int
-    """Of all other processes."""
+    """Held by all other processes."""
 
     def is_short_of_others(self, asked: int | None) -> bool:
-        """Whether `asked` would fit if the others were gone; None: not known how much."""
+        """True if `asked` bytes would fit without the other processes; None means an unknown amount."""
         return self.others > OTHERS_SHARE * self.total and (asked is None or asked <= self.free + self.others)
 
 
 def asked_bytes(text: str) -> int | None:
-    """What an error of torch's or vLLM's says was asked for."""
+    """Requested bytes in an error of torch or vLLM; None if not named."""
     found = _ASKED.search(text)
     return _bytes_of(found[1]) if found else None
 
 
 def idle_bytes(text: str) -> int:
-    """What torch keeps without using it, by its error; 0 where that does not say."""
+    """Bytes torch has reserved but not allocated, by its error; 0 if not named."""
     found = _IDLE.search(text)
     return _bytes_of(found[1]) if found else 0
 
 
 def memory_in(text: str) -> DeviceMemory | None:
-    """The figures in torch's error; None without, and where the driver names no processes, as in containers."""
+    """Memory figures in torch's error; None without them, or if the driver lists no processes, as in containers."""
     found = _HELD.search(text)
     total, free, own = map(_bytes_of, found.groups()) if found else (0, 0, 0)
     return DeviceMemory(total=total, free=free, own=own, others=total - free - own) if 0 < own <= total - free else None
@@ -67,13 +67,13 @@ def _bytes_of(text: str) -> int:
 
 
 def device_in(text: str) -> int:
-    """The device, as this process counts them, that an error names; 0 without one: an engine's worker has one."""
+    """Device index in an error, as this process counts devices; 0 if not named: an engine's worker has one device."""
     found = _DEVICE.search(text)
     return int(found[1] or found[2]) if found else 0
 
 
 def read_memory(device: int) -> DeviceMemory | None:
-    """By NVML, which opens no context; None where it does not say, as in containers that see no other's processes."""
+    """Read the memory by NVML, which opens no context; None if unknown, as in containers that hide other processes."""
     try:
         name = [*os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), ""][device].strip() or str(device)
         pynvml, handle = _open(name)
@@ -81,12 +81,12 @@ def read_memory(device: int) -> DeviceMemory | None:
         held = {each.pid: each.usedGpuMemory for each in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
         own = held.pop(os.getpid())
         return DeviceMemory(total=int(memory.total), free=int(memory.free), own=int(own), others=sum(held.values()))
-    except Exception:  # noqa: BLE001  no NVML, no such GPU, no figures of processes: nothing is known
+    except Exception:  # noqa: BLE001  no NVML, no such GPU, no figures of processes: unknown
         return None
 
 
 def _open(name: str) -> tuple[Any, Any]:
-    """NVML, and its handle of a device, as CUDA_VISIBLE_DEVICES names it."""
+    """Return pynvml and its handle of a device, named as in CUDA_VISIBLE_DEVICES."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -95,22 +95,21 @@ def _open(name: str) -> tuple[Any, Any]:
 
 
 def free_bytes(devices: Sequence[str]) -> list[int]:
-    """Of each device, as CUDA_VISIBLE_DEVICES names it; [] where NVML does not say."""
+    """Free bytes of each device, named as in CUDA_VISIBLE_DEVICES; [] without NVML."""
     try:
         opened = [_open(name) for name in devices]
         return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for pynvml, handle in opened]
-    except Exception:  # noqa: BLE001  as for `read_memory`
+    except Exception:  # noqa: BLE001  as in `read_memory`
         return []
 
 
 def wait_until_free(devices: Sequence[str], before: Sequence[int], timeout_s: float) -> bool:
-    """Until the devices have as much memory free as before somebody used them; False where the time is up.
+    """Wait until the devices have as much free memory as before their use; False on timeout.
 
-    The driver gives a killed process's memory back seconds after its end, and what processes share when the last of
-    them has let go.
+    The driver returns a killed process's memory seconds after its end, and shared memory after the last owner's.
 
     Args:
-        before: as `free_bytes` gave it.
+        before: result of `free_bytes`.
     """
     deadline = time.monotonic() + timeout_s
     while any(now < FREE_AGAIN * then for now, then in zip(free_bytes(devices), before, strict=False)):
@@ -129,7 +128,8 @@ _SAMPLING = "lower vllm_gpu_memory_utilization, or max_num_batched_tokens in vll
 _OLD = f"{_ROWS}, or set old_logprobs to engine, which leaves this forward pass out"
 
 PHASES: tuple[tuple[str, re.Pattern[str], str], ...] = (
-    # Name, `path:function` of a frame, what lowers it; the first of which there is a frame, inner phases first.
+    # Name, `path:function` of a frame, and the remedy. The first row with a matching frame counts; inner phases come
+    # first.
     ("a weight sync", re.compile(r"/grpo/weights/"), "lower vllm_sync_bucket_mb, or set vllm_sync_backend to shm"),
     ("a checkpoint", re.compile(r":(_save_checkpoint|save_model)$"), "set zero3_save_16bit_model to false"),
     ("a reward", re.compile(r"/grpo/rewards/|:_calculate_rewards$"), "score fewer rows at a time, or on a GPU apart"),
@@ -144,7 +144,7 @@ PHASES: tuple[tuple[str, re.Pattern[str], str], ...] = (
 
 
 def phase_of(error: BaseException) -> tuple[str, str]:
-    """By the frames of an error and of what it was raised from: the phase, and what lowers it."""
+    """Return (phase, remedy), from the frames of an error and of its causes."""
     walked = (frame for each in with_causes(error) for frame, _ in traceback.walk_tb(each.__traceback__))
     frames = [f"{frame.f_code.co_filename}:{frame.f_code.co_name}" for frame in walked]
     found = ((name, lower) for name, of_frame, lower in PHASES if any(map(of_frame.search, frames)))
@@ -153,14 +153,14 @@ def phase_of(error: BaseException) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a device has run out of memory, for a person."""
+    """Explanation of an out-of-memory error for the user."""
 
     is_others: bool
-    """Whether what was asked for would fit if other processes were gone."""
+    """True if the request would fit without other processes."""
     text: str
-    """The error's, without torch's figures where `lines` has them."""
+    """Error text, without torch's figures if `lines` has them."""
     lines: list[str]
-    """Figures where they are known, and advice."""
+    """Known figures, and advice."""
 
 
 def explain(error: BaseException) -> Explanation:

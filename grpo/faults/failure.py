@@ -1,4 +1,4 @@
-"""A failure's kind and record, the errors that carry them, and what follows: one table. Needs nothing but Python."""
+"""Failure records, their kinds and exceptions, and the table of decisions. Standard library only."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,58 +7,63 @@ from enum import StrEnum
 from typing import Any
 
 MAX_CAUSE = 16_000  # characters
-MAX_CAUSE_BYTES = 100_000  # in JSON, where one may take 12: a record goes from process to process in one packet
+MAX_CAUSE_BYTES = 100_000  # in JSON, where one character may take 12: a record is sent in one packet
 _GAP = "\n...\n"
 
 
 class FailureKind(StrEnum):
-    """What has to change before another start ends otherwise. `grpo.faults.failure` says what follows each."""
+    """Kind of a failure: the thing to change before a restart can succeed. `ANSWERS` has the decision for each."""
 
     USER = "user"
-    """What the user wrote: a setting, data, a function."""
+    """User input: a setting, data, a function."""
     MEMORY = "memory"
-    """A device's memory, which this job itself fills."""
+    """Device memory, filled by this job itself."""
     MACHINE = "machine"
-    """A process, device, disk or network; also what nobody has named."""
+    """A process, device, disk or network; also unknown causes."""
     NODE_LOST = "node_lost"
-    """A node that is off, cut off or silent."""
+    """A node is off, cut off or silent."""
     ENGINE = "engine"
-    """An engine that died, is stuck, or refused what is no request of the user's."""
+    """An engine died, is stuck, or refused a valid request."""
     STOP = "stop"
-    """Nothing: somebody asked the job to stop."""
+    """No failure: a stop was requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureRecord:
-    """Who failed, when, and why."""
+    """Location, time and cause of a failure.
+
+    Example:
+        FailureRecord(node=1, rank=8, host="gpu02", phase="weight sync", cause="EngineError: engine 0 died",
+        kind="engine")
+    """
 
     node: int
     rank: int
-    """-1 where there are no ranks yet."""
+    """-1 if there are no ranks yet."""
     host: str
     phase: str
-    """What the rank was doing: `engine start`, `generate`, `sync`, `train` …"""
+    """Phase of the rank: `engine start`, `generate`, `sync`, `train` …"""
     cause: str
-    """The error's text, for a person; an engine's holds the last lines of its log."""
+    """Error text for the user; an engine's includes the last lines of its log."""
     kind: FailureKind = FailureKind.MACHINE
     nodes: tuple[int, ...] = ()
-    """Those that are silent, as `grpo launch` counts them: others can take their places."""
+    """Silent nodes, by `grpo launch`'s numbers: spare nodes can replace them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cause", _bounded(self.cause))
-        object.__setattr__(self, "kind", FailureKind(self.kind))  # text and a list, where it comes out of JSON
+        object.__setattr__(self, "kind", FailureKind(self.kind))  # from JSON they come as a string and a list
         object.__setattr__(self, "nodes", tuple(self.nodes))
 
     def __str__(self) -> str:
         return f"node {self.node} ({self.host}), rank {self.rank}, phase '{self.phase}': {self.cause}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a JSON-compatible dict."""
         return {**asdict(self), "nodes": list(self.nodes)}
 
 
 def _bounded(cause: str) -> str:
-    """Its beginning and its end, as far as there is space; without halves of surrogate pairs, which no UTF-8 has."""
+    """Shorten a cause to its beginning and end; escape lone surrogates, which UTF-8 cannot encode."""
     cause = cause.encode(errors="backslashreplace").decode()
     kept, half = cause, MAX_CAUSE // 2
     while len(kept) > MAX_CAUSE + len(_GAP) or len(json.dumps(kept)) > MAX_CAUSE_BYTES:
@@ -68,7 +73,7 @@ def _bounded(cause: str) -> str:
 
 
 class GrpoError(RuntimeError):
-    """An error that knows its kind."""
+    """Base of errors with a failure kind."""
 
     kind = FailureKind.MACHINE
 
@@ -78,7 +83,7 @@ class GrpoError(RuntimeError):
 
 
 class JobFailed(GrpoError):
-    """The job failed on some rank; `record` says where and why."""
+    """The job failed on some rank; `record` has where and why."""
 
     def __init__(self, record: FailureRecord) -> None:
         super().__init__(f"the job failed on {record}", kind=record.kind)
@@ -86,11 +91,12 @@ class JobFailed(GrpoError):
 
 
 class StepFailed(JobFailed):
-    """This step cannot be finished, but the last one can be saved: the trainer is whole. On every rank at once."""
+    """This step cannot be finished, but the trainer's state is intact: the last step can be saved. Raised on every
+    rank."""
 
 
 class GenerationDropped(GrpoError):
-    """An engine was lost after a stop had been asked for: nothing more is generated. Raised on every rank at once."""
+    """An engine was lost after a stop was requested: no more generation. Raised on every rank."""
 
     kind = FailureKind.STOP
 
@@ -101,7 +107,7 @@ class GenerationDropped(GrpoError):
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, what it was raised from, and so on; each once, for `raise error from error` makes a circle."""
+    """Yield an error and its chain of causes, each once: `raise error from error` makes a cycle."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
@@ -111,22 +117,23 @@ def with_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 class Decision(StrEnum):
-    """What is done about a failure."""
+    """Reaction to a failure."""
 
     END = "end"
-    """Exit code 1: another start would meet it again."""
+    """Exit code 1: a restart would fail again."""
     START_AGAIN = "start again"
-    """Exit code 85, from the newest complete checkpoint. A crash: `--max-crashes` without a newer one end it."""
+    """Exit code 85, then a restart from the newest complete checkpoint. Counts as a crash: `--max-crashes` of them
+    without a newer checkpoint end the job."""
     REQUEUE = "requeue"
-    """Exit code 85, and no crash is counted."""
+    """Exit code 85, not counted as a crash."""
     REPLACE_NODE = "replace a node"
-    """As `START_AGAIN`; where the job has spare nodes, lost ones are looked for and replaced."""
+    """As `START_AGAIN`; with spare nodes, lost nodes are replaced."""
 
 
 _END, _START, _REQUEUE, _REPLACE = Decision.END, Decision.START_AGAIN, Decision.REQUEUE, Decision.REPLACE_NODE
 
 ANSWERS: dict[str, tuple[Decision, Decision, Decision]] = {
-    # Before the first optimizer step of the job; behind it; behind it, after a crash without a newer checkpoint.
+    # Decision before the job's first optimizer step; after it; after it, if a crash came without a newer checkpoint.
     FailureKind.USER: (_END, _START, _END),
     FailureKind.MEMORY: (_END, _START, _END),
     FailureKind.MACHINE: (_REPLACE, _REPLACE, _REPLACE),
@@ -137,19 +144,19 @@ ANSWERS: dict[str, tuple[Decision, Decision, Decision]] = {
 
 
 def answer_to(kind: str | None, *, is_behind_first_step: bool, was_seen: bool = False) -> Decision:
-    """What is done about a failure.
+    """Return the decision for a failure.
 
     Args:
-        kind: a `FailureKind`; any other is taken for the machine's.
-        is_behind_first_step: of the job; a run that has resumed from a checkpoint is.
-        was_seen: whether an attempt before has crashed, and no newer checkpoint was completed since.
+        kind: a `FailureKind`; any other value counts as MACHINE.
+        is_behind_first_step: the job has finished an optimizer step; true for a run resumed from a checkpoint.
+        was_seen: an earlier attempt crashed, and no newer checkpoint was completed since.
     """
     answers = ANSWERS.get(kind or "", ANSWERS[FailureKind.MACHINE])
     return answers[is_behind_first_step + (is_behind_first_step and was_seen)]
 
 
 def answer_to_end(state: Mapping[str, Any] | None, *, was_seen: bool = False) -> Decision:
-    """As `answer_to`, by what `run_state.json` says of an attempt that has not finished; None where it says nothing."""
+    """Return the decision for an unfinished attempt, from its `run_state.json`; None is an unknown state."""
     state = state or {}
     kind = FailureKind.STOP if state.get("state") == "stopped" else state.get("kind")
     return answer_to(kind, is_behind_first_step=bool(state.get("step")), was_seen=was_seen)

@@ -1,6 +1,6 @@
-"""The hub, in node 0's sentinel, says which record is the job's: the sentinels of other nodes hang on it (`hub_link`).
+"""The hub, in node 0's sentinel, decides the job's failure record. Other nodes' sentinels connect to it (`hub_link`).
 
-It is driven by its sentinel's loop: nothing here blocks but the last goodbye.
+Driven by its sentinel's loop: nothing here blocks except the final goodbye.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ MAX_NAMED = 8  # nodes, in a record
 
 @dataclass(slots=True, eq=False)
 class _Newcomer:
-    """A connection on which nothing has been shown, or the other side has yet to say that it has read the welcome."""
+    """A connection before the handshake, or one whose other side has not confirmed the welcome yet."""
 
     challenge: str
     since_s: float
     place: NodePlace | None = None
-    """What it has shown to be."""
+    """Identity shown in the handshake."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Hub(Between):
-    """Node 0's. Listens on `port`, for nodes that know the secret."""
+    """Node 0's side. Listens on `port` for nodes with the secret."""
 
     first_ranks: Sequence[int]
-    """The local main of each node."""
+    """Local main of each node, as a global rank."""
     secret: str
     join_s: float
 
@@ -47,7 +47,7 @@ class Hub(Between):
         self._expected = {node: rank for node, rank in enumerate(self.first_ranks) if node}
         self._nodes: dict[int, Peer] = {}
         self._gone: set[int] = set()
-        self._newcomers: dict[Channel, _Newcomer] = {}  # in the order in which they came
+        self._newcomers: dict[Channel, _Newcomer] = {}  # in order of arrival
         self._table: Table = {}
         self._is_leaving = False
         self._listener = _listen()
@@ -79,9 +79,11 @@ class Hub(Between):
             node.send("beat", phase=self.place.phase)
 
     def _why(self, lost: Peer, missing: list[int]) -> FailureRecord:
-        """
+        """Return the failure record of a lost node.
+
         Args:
-            missing: nodes, the lost one's included. Several at once: any of them may be well.
+            missing: numbers of all missing nodes, including the lost one. If several are missing at once, any of them
+                may be well.
         """
         if len(missing) > 1:
             named = ", ".join(map(str, missing[:MAX_NAMED])) + " ..." * (len(missing) > MAX_NAMED)
@@ -108,8 +110,8 @@ class Hub(Between):
     # -- newcomers ------------------------------------------------------------------------------------------------
 
     def _strangers(self) -> dict[Channel, _Newcomer]:
-        """Who has shown nothing. The others know the secret, and stay until their node comes on the next connection:
-        a connection that the hub ends says that the hub is gone."""
+        """Connections before the handshake. Connections after it stay until their node uses the next one: closing one
+        would tell the node that the hub is gone."""
         return {channel: newcomer for channel, newcomer in self._newcomers.items() if newcomer.place is None}
 
     def _accept(self) -> None:
@@ -117,7 +119,7 @@ class Hub(Between):
             connection, _ = self._listener.accept()
         except OSError:
             return
-        if len(strangers := self._strangers()) >= MAX_STRANGERS:  # a node says at once who it is
+        if len(strangers := self._strangers()) >= MAX_STRANGERS:  # a real node identifies itself at once
             self._turn_away(next(iter(strangers)))
         channel, challenge = Channel(connection), new_challenge()
         newcomer = self._newcomers[channel] = _Newcomer(challenge, self.loop.clock.now_s)
@@ -141,7 +143,7 @@ class Hub(Between):
         channel.close()
 
     def _is_of_this_job(self, hello: Message, challenge: str) -> bool:
-        """The sentinel of a node that is awaited, or one that is there and comes on another connection."""
+        """True for an expected node's sentinel, or a known one on another connection."""
         node, theirs = hello.get("node"), hello.get("challenge")
         if not isinstance(node, int) or not isinstance(theirs, str) or node not in self._expected:
             return False
@@ -158,7 +160,7 @@ class Hub(Between):
         return NodePlace(**{name: hello[name] for name in asdict(self.place)})
 
     def _join(self, channel: Channel, place: NodePlace, messages: list[Message]) -> None:
-        """It knows that it is welcome, and has not given up meanwhile: from now on its end counts."""
+        """Admit a sentinel that has confirmed its welcome: from now on the end of its connection counts."""
         for earlier, newcomer in [*self._newcomers.items()]:
             if earlier is channel:
                 break

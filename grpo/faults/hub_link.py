@@ -1,6 +1,6 @@
-"""The link of another node's sentinel to the hub (`hub`); it outlives cuts of the network.
+"""A sentinel's link to the hub (`hub`) from other nodes; survives network outages.
 
-It is driven by its sentinel's loop: nothing here blocks but the first connecting and the last goodbye.
+Driven by its sentinel's loop: nothing here blocks except the first connection and the final goodbye.
 """
 
 import errno
@@ -17,7 +17,7 @@ from grpo.faults.progress import Table
 
 _log = logging.getLogger(__name__)
 
-ATTEMPT_S = 2.0  # for a new connection, beside one that is silent
+ATTEMPT_S = 2.0  # for a new connection, while the old one is silent
 
 
 @dataclass(eq=False, kw_only=True)
@@ -56,7 +56,7 @@ class HubLink(Between):
     def beat(self, table: Table) -> None:
         self._table = table
         self._look()
-        self._hub.send("beat", phase=self.place.phase, table=table)  # dropped where the connection is lost
+        self._hub.send("beat", phase=self.place.phase, table=table)  # dropped if the connection is lost
 
     def ask(self, table: Table, answer: Answer) -> None:
         if self._is_connected:
@@ -91,14 +91,14 @@ class HubLink(Between):
         self._is_connected = False
         self._give_up_attempt()
         if record is not None and not self._is_leaving:
-            self._hub.send("report", record=record.as_dict())  # should it only be held, and come back
+            self._hub.send("report", record=record.as_dict())  # for a hub that was only stopped, and resumes
             super().report(record)
         self._hub.close()
 
     # -- when the hub is silent -----------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """For how long it has been silent, and what to do about it."""
+        """Check the hub's silence: open another connection, or declare the hub lost."""
         if not self._is_connected:
             return
         if self._hub.is_lost():
@@ -116,7 +116,7 @@ class HubLink(Between):
         return self.place.is_cut_off(f"node 0 ({self._hub.place.host})", self.loop.timeout_s)
 
     def _try_again(self) -> None:
-        """Another connection, beside what is there."""
+        """Open another connection beside the existing ones."""
         self._give_up_attempt()
         connection = socket.socket(socket.AF_INET6 if len(self._address) == 4 else socket.AF_INET)
         connection.setblocking(False)
@@ -141,7 +141,7 @@ class HubLink(Between):
                 return
         except OSError as error:
             self._give_up_attempt()
-            if isinstance(error, ConnectionRefusedError):  # the machine is there, and its sentinel is not
+            if isinstance(error, ConnectionRefusedError):  # the machine is up, its sentinel is not
                 self._on_end(self._hub.silent_s())
             return
         self._attempt = None
@@ -152,7 +152,7 @@ class HubLink(Between):
         self._send_again()
 
     def _send_again(self) -> None:
-        """What may be lost with the last connection."""
+        """Send messages again if the lost connection may have dropped them."""
         self._hub.send("beat", phase=self.place.phase, table=self._table)
         if self._reported is not None and self.record is None:
             self._hub.send("report", record=self._reported.as_dict())

@@ -1,6 +1,6 @@
-"""The kind of an error: its own, a library's by class, number and text, the user's; and a failure's record.
+"""The kind of an error: its own, a library's (by class, errno and text), or the user's; and its failure record.
 
-Imports none of these libraries: an error is reported before torch is there.
+Imports none of these libraries: errors are classified before torch is loaded.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from grpo.faults.failure import Decision, FailureKind, FailureRecord, GrpoError,
 
 _past_first_step = threading.Event()
 
-_KIND, _TEXT = "_grpo_kind", "_grpo_text"  # on an error that is not ours
+_KIND, _TEXT = "_grpo_kind", "_grpo_text"  # set on errors of other libraries
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def note_first_step() -> None:
-    """This process's job has made an optimizer step, or goes on behind one."""
+    """Note that this process's job has finished an optimizer step, or resumes after one."""
     _past_first_step.set()
 
 
@@ -31,9 +31,9 @@ def is_past_first_step() -> bool:
 
 
 def kind_of(error: BaseException) -> FailureKind:
-    """An error's own kind, or that of a library's; any other exception is what the user's code or settings led to.
+    """Return an error's kind: its own, or a library's by class and text. Any other exception is the user's.
 
-    A device whose memory others hold is the machine's; figures and advice become notes of the error.
+    A device filled by other processes is MACHINE; figures and advice are added to the error as notes.
     """
     if isinstance(error, GrpoError):
         return error.kind
@@ -61,22 +61,22 @@ def _find_kind(error: BaseException) -> FailureKind:
 
 
 def ends_job(error: BaseException) -> bool:
-    """Whether another start would meet `error` again, for what this process knows."""
+    """True if a restart would meet `error` again, as far as this process knows."""
     return answer_to(kind_of(error), is_behind_first_step=is_past_first_step()) is Decision.END
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether `error` is of what the user wrote."""
+    """True if the user's code or settings caused `error`."""
     return kind_of(error) is FailureKind.USER
 
 
 def is_for_user(kind: str | None) -> bool:
-    """Whether a few lines say what to change, and no traceback says more: settings, data, memory."""
+    """True if a short message helps more than a traceback: settings, data, memory."""
     return kind in (FailureKind.USER, FailureKind.MEMORY)
 
 
 def text_of(error: BaseException) -> str:
-    """For records: its class, its text, and notes such as a device's figures."""
+    """Text for records: class, message, and notes such as a device's figures."""
     kind_of(error)
     text = f"{type(error).__name__}: {getattr(error, _TEXT, error)}"
     return "\n".join([text, *getattr(error, "__notes__", ())])
@@ -85,10 +85,10 @@ def text_of(error: BaseException) -> str:
 def record_of(
     cause: BaseException | str, *, node: int, rank: int, host: str, phase: str, kind: FailureKind = FailureKind.MACHINE
 ) -> FailureRecord:
-    """A rank's failure on record; one that has a record keeps it.
+    """Make a failure record for a rank; a cause with a record keeps it.
 
     Args:
-        kind: of a cause that is a text.
+        kind: of a cause given as text.
     """
     if isinstance(cause, JobFailed):
         return cause.record
@@ -99,7 +99,8 @@ def record_of(
 
 
 def users_frame(error: BaseException) -> str | None:
-    """`file:line, in function: code` of the innermost frame that is neither a library's nor this project's."""
+    """Return `file:line, in function: code` of the innermost frame outside libraries and this project; None without
+    one."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         is_library = frame.filename.startswith((*_LIBRARIES, "<")) or _PACKAGE in path.resolve().parents
@@ -112,7 +113,7 @@ def shown_frame(frame: traceback.FrameSummary) -> str:
     return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
 
 
-# OSErrors that say what the user has named: a path, or rights to it. Others are of disks and networks.
+# OSErrors about a path or permission the user named. Others are of disks and networks.
 _OF_PATHS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
 _OF_PATHS_BY_NUMBER = (errno.ENOTEMPTY, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 _OF_THE_MACHINE = (TimeoutError, ConnectionError, InterruptedError, EOFError, MemoryError)
@@ -124,7 +125,7 @@ _SPACE_OF_VLLM = re.compile(
     r"|^No available memory for the cache blocks|larger than the available KV cache memory",
     re.DOTALL,
 )
-_TROUBLE = re.compile(  # of devices, groups, disks and data-loader workers
+_TROUBLE = re.compile(  # devices, groups, disks and data-loader workers
     r"\b(cuda|nccl|cudnn\w*|cublas\w*|gloo|hip|rccl|xid)|timed out|timeout|connection (closed|reset|refused)"
     r"|broken pipe|no space left|input/output error|dataloader worker",
     re.IGNORECASE,
@@ -132,13 +133,14 @@ _TROUBLE = re.compile(  # of devices, groups, disks and data-loader workers
 _OTHERS_CAUSE = re.compile(r"^(Engine core|WorkerProc) initialization failed|^Executor failed")
 
 FOREIGN: tuple[tuple[re.Pattern[str], re.Pattern[str], FailureKind], ...] = (
-    # Class (module and name, of any base), text, kind; the first that fits both.
-    (re.compile(r"huggingface_hub\..*OfflineModeIsEnabled"), _ANY, FailureKind.USER),  # it is not on this machine
+    # Class (module and name, of any base), text, kind; the first row that matches both.
+    (re.compile(r"huggingface_hub\..*OfflineModeIsEnabled"), _ANY, FailureKind.USER),  # not on this machine
     (re.compile(r"torch\.OutOfMemoryError"), _ANY, FailureKind.MEMORY),
     (re.compile(r"torch\.AcceleratorError|builtins\.RuntimeError"), _MEMORY, FailureKind.MEMORY),
     (re.compile(r"builtins\.ValueError"), _SPACE_OF_VLLM, FailureKind.MEMORY),
     (re.compile(r"vllm\..*EngineDeadError"), _ANY, FailureKind.ENGINE),
-    (re.compile(r"builtins\.Exception"), _OTHERS_CAUSE, FailureKind.ENGINE),  # vLLM's, of another process's error
+    # raised by vLLM for another process's error
+    (re.compile(r"builtins\.Exception"), _OTHERS_CAUSE, FailureKind.ENGINE),
     (re.compile(r"torch\..*Dist\w*Error|torch\.AcceleratorError"), _ANY, FailureKind.MACHINE),
     (re.compile(r"(httpx|httpcore)\.\w+"), _ANY, FailureKind.MACHINE),
     (re.compile(r"builtins\.RuntimeError|\w*\.?SafetensorError"), _TROUBLE, FailureKind.MACHINE),
@@ -146,7 +148,7 @@ FOREIGN: tuple[tuple[re.Pattern[str], re.Pattern[str], FailureKind], ...] = (
 
 
 def kind_of_foreign(error: BaseException) -> FailureKind | None:
-    """The kind of an error that is not ours; None where nothing but the error itself speaks for one."""
+    """Kind of another library's error; None if neither class nor text decides it."""
     names = _names(error)
     if (reported := _kind_of_answer(error)) is not None:
         return reported
@@ -163,13 +165,13 @@ def kind_of_foreign(error: BaseException) -> FailureKind | None:
 
 
 def _names(error: BaseException) -> list[str]:
-    if isinstance(error, (NotImplementedError, RecursionError)):  # RuntimeErrors of the code, whatever they say
+    if isinstance(error, (NotImplementedError, RecursionError)):  # RuntimeErrors of the code, whatever their text
         return []
     return [f"{each.__module__}.{each.__name__}" for each in type(error).__mro__]
 
 
 def _kind_of_answer(error: BaseException) -> FailureKind | None:
-    """By the hub's answer, if the error has one: whether it cannot now, or not to so many."""
+    """Kind by the HTTP status of the Hub's answer, if there is one: overloaded or down is MACHINE, others USER."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if not isinstance(status, int):
         return None
@@ -177,8 +179,8 @@ def _kind_of_answer(error: BaseException) -> FailureKind | None:
 
 
 def _kind_of_number(error: OSError) -> FailureKind:
-    """Without a number it is transformers', for a typo and for a hub that is down. A hub that cannot be reached at all
-    is more often a name that is not there than a network that is gone."""
+    """Kind of an OSError by its errno. Without errno it is transformers', for a typo or a Hub that is down. An
+    unreachable Hub more often means a wrong name than a broken network."""
     if error.errno is None:
         is_down = any(_kind_of_answer(cause) is FailureKind.MACHINE for cause in with_causes(error))
         return FailureKind.MACHINE if is_down else FailureKind.USER
@@ -187,7 +189,7 @@ def _kind_of_number(error: OSError) -> FailureKind:
 
 
 def may_be_an_echo(error: BaseException) -> bool:
-    """Whether `error` may follow from another rank's failure: from a lost peer, or from the launcher's SIGTERM."""
+    """True if `error` may follow from another rank's failure: a lost peer, or the launcher's SIGTERM."""
     foreign = [
         seen for seen in with_causes(error) if isinstance(seen, RuntimeError) and not isinstance(seen, GrpoError)
     ]

@@ -1,8 +1,8 @@
-"""Whether the kernel's OOM killer was it: its own count of the processes that it has taken.
+"""Detection of the kernel's OOM killer, by its own count of killed processes.
 
-A pod has no `dmesg`, and a process that was killed says nothing. The count is the control group's (v2: `memory.events`,
-v1: `memory.oom_control`), which also counts what a want of memory on the whole machine has taken of it; without one it
-is the machine's (`/proc/vmstat`).
+A pod has no `dmesg`, and a killed process reports nothing. The count is the control group's (v2: `memory.events`, v1:
+`memory.oom_control`), which includes kills for lack of memory on the whole machine; without a control group it is the
+machine's (`/proc/vmstat`).
 """
 
 import contextlib
@@ -13,11 +13,11 @@ _COUNT = "oom_kill"
 
 
 class OomKills:
-    """Counts since the look before the last one, so that what was long ago is not taken for the cause of something new.
+    """Count of recent kills: those since the last look but one, so that old kills do not explain new deaths.
 
     Args:
-        pid: of a process whose control group is looked at.
-        root: of the file systems; another one in tests.
+        pid: a process in the control group to read.
+        root: root of the file systems; tests pass another.
     """
 
     def __init__(self, pid: int, root: Path = Path("/")) -> None:
@@ -25,11 +25,11 @@ class OomKills:
         self._seen = self._before = self._now()
 
     def look(self) -> None:
-        """From time to time."""
+        """Read the count; call it regularly."""
         self._before, self._seen = self._seen, self._now()
 
     def lately(self) -> int:
-        """Number of processes that it has taken; 0 where there is no count."""
+        """Number of recently killed processes; 0 without a count."""
         return self._now() - self._before
 
     def _now(self) -> int:
@@ -37,14 +37,14 @@ class OomKills:
 
 
 def _candidates(pid: int, root: Path) -> Iterator[Path]:
-    """Files that may hold the count, the best one first."""
+    """Candidates for the file with the count, best first."""
     groups: dict[str, str] = {}
     with contextlib.suppress(OSError):
         groups = groups_of((root / f"proc/{pid}/cgroup").read_text())
     mounted = root / "sys/fs/cgroup"
     if "memory" in groups:
         yield mounted / "memory" / groups["memory"] / "memory.oom_control"
-        yield mounted / "memory" / "memory.oom_control"  # a container sees its own group as the root of all
+        yield mounted / "memory" / "memory.oom_control"  # a container sees its own group as the root
     for unified in (mounted, mounted / "unified"):
         yield unified / groups.get("", "") / "memory.events"
         yield unified / "memory.events"
@@ -52,13 +52,13 @@ def _candidates(pid: int, root: Path) -> Iterator[Path]:
 
 
 def groups_of(text: str) -> dict[str, str]:
-    """Paths of the control groups in `/proc/PID/cgroup`, without their first slash, by controller; "": version 2's."""
+    """Parse `/proc/PID/cgroup`: path without its first slash by controller; the key "" is version 2's."""
     lines = (line.split(":", 2) for line in text.splitlines())
     return {name: path.lstrip("/") for _, controllers, path in lines for name in controllers.split(",")}
 
 
 def kills_in(path: Path) -> int | None:
-    """How many processes a file says that were killed for want of memory; None where it does not say."""
+    """Number of processes killed for lack of memory, according to a file; None if it has no count."""
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             name, _, value = line.partition(" ")

@@ -1,7 +1,7 @@
-"""Packets between a rank and its node's sentinel: JSON in a Unix socket that keeps their bounds, descriptors beside.
+"""Packets between a rank and its node's sentinel: JSON over a SOCK_SEQPACKET Unix socket, with file descriptors.
 
-No other framing fits: a packet is sent whole or not at all, so that who cannot be told waits for nobody, and whoever
-connects is known by the kernel's word.
+Needs no other framing: a packet is sent whole or not at all, so a blocked receiver blocks nobody. The kernel identifies
+the connecting process.
 """
 
 import array
@@ -16,13 +16,13 @@ MAX_DESCRIPTORS = 2
 
 
 class PacketSocket:
-    """One end. Nothing blocks, and `send` may be called from any thread."""
+    """One end of the socket. Nothing blocks, and `send` may be called from any thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
         self.descriptors: list[int] = []
-        """Those that came with the last packet."""
+        """File descriptors from the last packet."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -31,7 +31,8 @@ class PacketSocket:
         self._socket.close()
 
     def send(self, kind: str, *, descriptors: Sequence[int] = (), **values: Any) -> bool:
-        """Whether it went out: the other side may be held, and read nothing, or be gone."""
+        """Send a packet; return False if it was not sent: the other side is gone, or is stopped and its buffer is
+        full."""
         packet = json.dumps({"kind": kind, **values}).encode()
         beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:
@@ -41,10 +42,10 @@ class PacketSocket:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; {} for a packet that is none, which is not worth a process. None: nothing has come.
+        """Return the next message; None if there is none; {} for an invalid packet, which is ignored.
 
         Raises:
-            EOFError: the other side has ended it.
+            EOFError: the other side has closed the socket.
         """
         descriptors = array.array("i")
         try:

@@ -1,4 +1,4 @@
-"""What a sentinel needs of those of other nodes: connections to each, how long it has been silent, and the leave."""
+"""Peers of a sentinel on other nodes: connections, silence, and the goodbye."""
 
 import selectors
 import time
@@ -12,27 +12,27 @@ from grpo.faults.failure import FailureRecord
 from grpo.faults.liveness import Loop, NodePlace, beat_interval_s
 from grpo.faults.progress import Table
 
-QUIET_S = 5.0  # until a new connection is tried; a quarter of the timeout where that is less
-RETURN_BEATS = 3  # in which a peer has to come back, whose connection was reset
+QUIET_S = 5.0  # of silence before a new connection is tried; a quarter of the timeout if that is less
+RETURN_BEATS = 3  # beats within which a peer with a reset connection has to return
 
 
 @dataclass(eq=False)
 class Peer:
     """Another node's sentinel. All its connections are read; its first message on a new one closes the older ones.
 
-    TCP doubles its retransmission timer, so an old connection resumes long after the network does. A process that dies
-    ends all its connections at once; a network failure ends none.
+    TCP doubles its retransmission timer, so an old connection resumes long after the network does. A dying process ends
+    all its connections at once; a network failure ends none.
     """
 
     place: NodePlace
     loop: Loop
     _: KW_ONLY
     on_message: Callable[[Message], None]
-    """Gets what it says."""
+    """Called with each message."""
     on_end: Callable[[float], None]
-    """Its last connection was ended by itself. Gets the seconds of silence before that."""
+    """Called when the peer closes its last connection, with the seconds of silence before that."""
     on_loss: Callable[[], None] = lambda: None
-    """Its last connection was reset."""
+    """Called when its last connection is reset."""
 
     def __post_init__(self) -> None:
         self._channels: list[Channel] = []  # oldest first
@@ -40,13 +40,13 @@ class Peer:
         self._silent_before_s = 0.0  # its last connection was reset
 
     def add(self, channel: Channel) -> None:
-        """It is there, by a connection on which it has shown who it is."""
+        """Add a connection after its handshake."""
         self._heard_s = self.loop.clock.now_s
         self._channels.append(channel)
         self.loop.selector.register(channel.socket, selectors.EVENT_READ, partial(self._hear, channel))
 
     def send(self, kind: str, **values: Any) -> None:
-        """On the newest connection; what must arrive is sent again on the next one."""
+        """Send on the newest connection; messages that must arrive are repeated on the next one."""
         if self._channels:
             self._channels[-1].send(kind, **values)
 
@@ -64,7 +64,7 @@ class Peer:
             self.take(channel, channel.receive())
 
     def take(self, channel: Channel, messages: list[Message]) -> None:
-        """What has come on one of its connections."""
+        """Handle messages from one of its connections."""
         silent_s = self.silent_s()
         if messages:
             self._heard_s = self.loop.clock.now_s
@@ -86,32 +86,33 @@ class Peer:
     # -- silence --------------------------------------------------------------------------------------------------
 
     def silent_s(self) -> float:
-        """Without a word on any connection; before the reset, if there is none."""
+        """Seconds of silence on all connections; without a connection, the silence before the reset."""
         return self.loop.clock.now_s - self._heard_s if self._channels else self._silent_before_s
 
     def is_connected(self) -> bool:
         return bool(self._channels)
 
     def is_quiet(self) -> bool:
-        """Long enough to try another connection."""
+        """True if it was silent long enough to try another connection."""
         return not self._channels or self.silent_s() > min(QUIET_S, self.loop.timeout_s / 4)
 
     def is_missing(self) -> bool:
-        """Perhaps with others, and for the same reason."""
+        """True if it may be lost, perhaps with others and for the same reason."""
         return not self._channels or self.silent_s() > self.loop.timeout_s / 2
 
     def is_lost(self) -> bool:
-        """For too long."""
+        """True if it was silent for too long."""
         if self._channels:
             return self.silent_s() > self.loop.timeout_s
         return self.loop.clock.now_s - self._heard_s > RETURN_BEATS * beat_interval_s(self.loop.timeout_s)
 
     def knows_all(self) -> bool:
-        """Its machine has what was sent, or it is lost."""
+        """True if its machine has received everything, or it is lost."""
         return self.is_lost() or (bool(self._channels) and self._channels[-1].has_arrived())
 
     def is_out_of_reach(self, seconds: float) -> bool:
-        """Its machine has confirmed nothing for so long: off, or cut off. Else its sentinel is held."""
+        """True if its machine has sent no TCP ACK for so long: it is off or cut off. Otherwise its sentinel is
+        stopped."""
         return not self._channels or self._channels[-1].unconfirmed_s() > seconds
 
 
@@ -122,35 +123,36 @@ Answer = Callable[[Table], object]
 
 @dataclass(eq=False)
 class Between:
-    """What a sentinel needs of the others. This one has none: a job on one node."""
+    """A sentinel's communication with other nodes. This base class is for a job on one node."""
 
     place: NodePlace
     loop: Loop
     record: FailureRecord | None = field(default=None, init=False)
-    """The job's."""
+    """Failure record of the job."""
 
     def report(self, record: FailureRecord) -> None:
-        """Make it the job's, unless one is there already."""
+        """Make `record` the job's, unless there is one already."""
         if self.record is None:
             self.record = record
 
     def beat(self, table: Table) -> None:
-        """Once an interval: say that this node lives, and look who else does."""
+        """Send a sign of life and check the other nodes; called once per interval."""
 
     def ask(self, table: Table, answer: Answer) -> None:
-        """`answer` gets the table of all ranks, now or later; `table` is that of this node's."""
+        """Call `answer` with the table of all ranks, now or later; `table` has this node's."""
         answer(table)
 
     def leave(self) -> None:
-        """Say goodbye; blocks `GOODBYE_S` at most, and where a network is cut until it is whole or a peer is lost."""
+        """Say goodbye. Blocks at most `GOODBYE_S`; if a network is cut, until it recovers or the peer is lost."""
 
 
 def await_goodbyes(peers: Callable[[], list[Peer]], loop: Loop, look: Callable[[], None]) -> None:
-    """Until the others have read everything, and have ended their connections: what is unread when a connection is
-    closed may be lost with it. One that is held will read it later; one that is cut off has to come back for it.
+    """Wait until the peers have read everything and closed their connections: closing first may lose unread messages.
+
+    A stopped peer reads them later; a disconnected one has to reconnect for them.
 
     Args:
-        peers: those that are still there.
+        peers: the remaining ones.
         look: called in between.
     """
     deadline = time.monotonic() + GOODBYE_S

@@ -1,7 +1,7 @@
-"""How far a rank has come, in memory that its node's sentinel reads: whatever the rank is stuck in, it need not answer.
+"""Progress counters of a rank, in shared memory read by its node's sentinel, so that a stuck rank need not answer.
 
-Ranks of a job enter the same micro-batches, ends of phases and collectives in the same order. Who has entered fewer is
-the one that the others wait for.
+The ranks of a job enter the same micro-batches, ends of phases and collectives in the same order. The rank that has
+entered fewest is the one the others wait for.
 """
 
 import mmap
@@ -12,22 +12,22 @@ from typing import Any, NamedTuple
 
 from grpo.faults.failure import FailureRecord
 
-_WORDS = struct.Struct("QQQQ")  # entered, collectives, a step in ms, looks
+_WORDS = struct.Struct("QQQQ")  # entered, collectives, milliseconds of a step, looks
 WATCHED_PHASE = "train"
-"""In which a rank may be stuck and no other deadline ends it: rewards and weight syncs have theirs, and a save may take
-as long as it takes."""
+"""Phase in which no other deadline ends a stuck rank: rewards and weight syncs have their own, and a save may take any
+time."""
 GENERATION = "generate"
-"""In which a local main looks around while it waits for completions, however long: who does not is stuck."""
+"""Phase in which a local main counts `looks` while it waits for completions; without new looks it is stuck."""
 Table = dict[str, list[Any]]
-"""A `RankRow` of each rank, as JSON has it, by the rank's number."""
+"""`RankRow` of each rank as a JSON list, by the rank's number as a string."""
 
 
 class RankRow(NamedTuple):
-    """One rank's, as all sentinels know it."""
+    """Progress of one rank, as all sentinels know it."""
 
     phase: str
     exchanges: int
-    """Finished."""
+    """Number of finished exchanges."""
     entered: int
     collectives: int
     node: int
@@ -35,7 +35,7 @@ class RankRow(NamedTuple):
 
     @property
     def reached(self) -> tuple[int, int]:
-        """What ranks are compared by."""
+        """Position by which ranks are compared."""
         return self.entered, self.collectives
 
 
@@ -44,7 +44,7 @@ def rows_of(table: Table) -> dict[int, RankRow]:
 
 
 class RankProgress:
-    """A rank's own side."""
+    """Progress counters, written by the rank itself."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("grpo-progress")
@@ -52,19 +52,19 @@ class RankProgress:
         self._words = memoryview(mmap.mmap(self.fd, _WORDS.size)).cast("Q")
 
     def close(self) -> None:
-        """The descriptor, once the sentinel has it: the memory stays."""
+        """Close the descriptor, once the sentinel has it: the memory stays."""
         os.close(self.fd)
 
     def enter(self) -> None:
-        """This rank begins a micro-batch, ends an optimizer step or a phase; by the thread that trains."""
+        """Count a micro-batch, or the end of an optimizer step or phase. Called by the training thread."""
         self._words[0] += 1
 
     def look(self) -> None:
-        """This rank is awake, and waits."""
+        """Count a sign of life while this rank waits."""
         self._words[3] += 1
 
     def note_collectives(self) -> None:
-        """What torch has counted, of groups of all ranks; from any thread."""
+        """Record torch's count of collectives in groups of all ranks; from any thread."""
         import torch.distributed as dist  # a sentinel has none
 
         count = 0
@@ -72,29 +72,29 @@ class RankProgress:
             try:
                 if group.size() == dist.get_world_size():
                     count += group._get_sequence_number_for_group()
-            except (RuntimeError, ValueError):  # it counts none yet, or is being taken apart
+            except (RuntimeError, ValueError):  # it counts none yet, or is being destroyed
                 continue
         self._words[1] = max(count, self._words[1])
 
     def note_step(self, seconds: float) -> None:
-        """What an optimizer step takes, all of it."""
+        """Record the duration of a whole optimizer step."""
         self._words[2] = max(1, round(1000 * seconds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """As a sentinel reads it."""
+    """Progress of a rank, as its sentinel reads it."""
 
     entered: int = 0
     collectives: int = 0
     step_s: float = 0.0
     """0: no step has ended."""
     looks: int = 0
-    """While it waited for completions."""
+    """Signs of life while it waited for completions."""
 
     @classmethod
     def read(cls, fd: int | None) -> "Reached":
-        """Nothing where there is no descriptor."""
+        """Read the counters; zeros without a descriptor."""
         words = b"" if fd is None else os.pread(fd, _WORDS.size, 0)
         if len(words) < _WORDS.size:
             return cls()
@@ -111,23 +111,23 @@ def behind(table: Table) -> list[int]:
 
 
 def still_generating(table: Table) -> list[int]:
-    """Ranks that have not come to the end of a generation, where another waits for them."""
+    """Ranks that have not reached the end of a generation, while another waits for them."""
     rows = rows_of(table)
     most = max((row.exchanges for row in rows.values()), default=0)
     return [rank for rank, row in rows.items() if row.phase == GENERATION and row.exchanges < most]
 
 
 def are_all_as_far(table: Table) -> bool:
-    """Whether every rank waits where all others do."""
+    """True if all ranks wait at the same position."""
     places = {(row.phase, row.reached) for row in rows_of(table).values()}
     return len(places) == 1 and places.pop()[0] == WATCHED_PHASE
 
 
 def record_of_stall(table: Table, rank: int, *, what: str) -> FailureRecord:
-    """A rank for which the others wait, or the first one where none is behind.
+    """Make the failure record of the rank the others wait for; of the given rank if none is behind.
 
     Args:
-        what: happened, or has been seen.
+        what: observation for the cause.
     """
     rows = rows_of(table)
     row, most = rows[rank], max(each.reached for each in rows.values())

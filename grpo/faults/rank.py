@@ -1,4 +1,4 @@
-"""One of a node's ranks, as its sentinel knows it."""
+"""State of a rank, kept by its node's sentinel."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +11,18 @@ from grpo.faults.sessions import WatchedProcess
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Of what a rank does now."""
+    """Time limit on a rank's current action."""
 
     deadline_s: float
     phase: str
     overdue: str
-    """What to say when it has passed."""
+    """Cause to report when the limit has passed."""
     thread: int
-    """Which does it."""
+    """Thread that performs the action."""
 
 
 class Rank(WatchedProcess):
-    """One of this node's ranks, and what it has told."""
+    """A rank of this node, and the messages it has sent."""
 
     def __init__(self, rank: int, pid: int) -> None:
         super().__init__(pid)
@@ -31,29 +31,29 @@ class Rank(WatchedProcess):
         self.connection: PacketSocket | None = None
         self.progress: int | None = None
         self.stacks: int | None = None
-        """Descriptors of what it has written of itself, which it has sent."""
+        """Descriptors, received from the rank, of its progress counters and its stacks."""
         self.phase = "start"
         self.exchanges = 0
         self.limit: Limit | None = None
         self.has_left = False
-        """It has said that it ends, and is well."""
+        """The rank has announced a normal exit."""
         self.has_stopped = False
-        """It has said that it is watched no more."""
+        """The rank has announced the end of its watch."""
         self.is_reported = False
-        """Of the job's record."""
+        """The job's record has been sent to the rank."""
         self.seen: tuple[str, int, Reached] = ("", 0, Reached())
-        """Phase, exchanges, and how far it had come at the last look for stalls."""
+        """Phase, exchanges and progress at the last look for stalls."""
         self.seen_since_s = 0.0
         self.asked_for = ""
-        """What its stacks were asked for since then."""
+        """Purpose of the last request for its stacks: "warning" or "end"."""
         self.is_warned_of = False
         self.killed_s: float | None = None
-        """When it was, in seconds since the job's record."""
+        """Time of SIGKILL, in seconds since the job's record."""
         self.is_held = False
-        """Killed, and still there."""
+        """Killed, but still there."""
         self.covered: dict[str, int | None] = {}
-        """Session by folder, to be ended and removed behind it."""
+        """Session by folder: to end and remove after this rank's death."""
 
     def send(self, kind: str, **values: Any) -> bool:
-        """Whether it went out."""
+        """Send a message; False if it was not sent."""
         return self.connection is not None and self.connection.send(kind, **values)

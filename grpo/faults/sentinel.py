@@ -1,10 +1,10 @@
-"""A node's sentinel: sees that a rank, the launcher or another node is dead, stopped or cut off, and ends what is left.
+"""A node's sentinel: notices a dead, stopped or disconnected rank, launcher or other node, and ends the rest.
 
     python -m grpo.faults.sentinel LISTENER_FD < SETTINGS
 
-A process of its own, which the node's local main starts: no interpreter lock of a busy rank and no call that hangs
-delays it. It loads neither torch nor anything else of size. Ranks hang on it by a Unix socket, and the sentinels of
-other nodes on node 0's (`hub`). It ends when all ranks of its node have ended or left the watch.
+A separate process, started by the node's local main: neither the interpreter lock of a busy rank nor a hanging call
+delays it. It loads neither torch nor another large library. Ranks connect to it by a Unix socket, and the sentinels of
+other nodes to node 0's (`hub`). It ends when all ranks of its node have ended or left the watch.
 """
 
 import contextlib
@@ -40,17 +40,17 @@ from grpo.place.log import open_log, start_log
 
 _log = logging.getLogger("grpo.faults.sentinel")  # this file runs as `__main__`
 
-STUCK_GRACE_S = 6.0  # from a record until a rank that has not raised is ended
-EXIT_GRACE_S = 12.0  # from raising until a rank that has not ended is ended
-KILLED_S = 3.0  # from then until it is left behind: a file system that hangs holds it
-MARGIN_S = 2.0  # beyond these, in which a rank ends itself, the sentinel does it
+STUCK_GRACE_S = 6.0  # from a record to the end of a rank that has not raised
+EXIT_GRACE_S = 12.0  # from raising to the end of a rank that has not exited
+KILLED_S = 3.0  # from SIGKILL until a rank is given up: a hanging file system may hold it
+MARGIN_S = 2.0  # on top of these: ranks end themselves first, then the sentinel does it
 STACKS_S = 1.0  # after a deadline, for the stacks to be written
 SAY_S = 1.0
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
 
 
 class Sentinel:
-    """See `main` for the settings. Raises OSError when the hub cannot be reached."""
+    """The sentinel's state and loop. Settings: see `main`. Raises OSError if the hub cannot be reached."""
 
     def __init__(self, listener: socket.socket, settings: dict[str, Any]) -> None:
         self.timeout_s = float(settings["timeout_s"])
@@ -63,7 +63,7 @@ class Sentinel:
         self._agent = None if settings["agent"] is None else WatchedProcess(settings["agent"])
         self._agent_folder: str | None = settings.get("agent_folder")
         self._failed_s: float | None = None
-        """Since when the job has a record."""
+        """Time at which the job got a record, on this clock."""
         self._enders: list[threading.Thread] = []
         self.between = self._meet(settings)
         self._listener = listener
@@ -101,7 +101,7 @@ class Sentinel:
             warn=self._say,
             report=self.between.report,
         )
-        # Before the rank that it holds, whose stack says less.
+        # Before the stall of the rank it blocks, whose stack says less.
         self._storage = Storage(
             warn_s=warn_s / 2,
             limit_s=max(limit_s - 2 * LOOK_S, LOOK_S),
@@ -123,7 +123,7 @@ class Sentinel:
         self._selector.register(descriptor, selectors.EVENT_READ, on_end)
 
     def run(self) -> None:
-        """Until all ranks of this node have ended or left the watch, and nothing of theirs is left."""
+        """Run until all ranks of this node have ended or left the watch, and their leftovers are removed."""
         next_beat_s = 0.0
         while not all(rank.is_dead or rank.has_stopped or rank.is_held for rank in self._ranks.values()):
             events = self._selector.select(max(0.0, next_beat_s - self._clock.now_s))
@@ -188,7 +188,7 @@ class Sentinel:
             self.between.report(FailureRecord(**where, phase=phase or rank.phase, cause=cause))
 
     def _tell_ranks(self, now_s: float) -> None:
-        """Of the job's record, as soon as there is one; again what did not go out."""
+        """Send the job's record to the ranks as soon as there is one; repeat failed sends."""
         if (record := self.between.record) is None:
             return
         if self._failed_s is None:
@@ -198,7 +198,7 @@ class Sentinel:
             rank.is_reported = rank.is_reported or rank.send("record", record=record.as_dict())
 
     def _end_ranks(self, since_s: float) -> None:
-        """Ranks end themselves; what cannot, because it is stopped or stuck in C code, is killed."""
+        """Kill ranks that cannot end themselves, because they are stopped or stuck in C code."""
         for rank in self._ranks.values():
             is_late = since_s > STUCK_GRACE_S + EXIT_GRACE_S + MARGIN_S and not rank.has_left
             if rank.is_dead or not (is_late or (since_s > STUCK_GRACE_S + MARGIN_S and rank.is_stopped())):
@@ -212,7 +212,7 @@ class Sentinel:
                 rank.is_held = True
 
     def _say(self, what: str) -> None:
-        """Within `SAY_S`: whoever reads it may be gone, or stopped as well."""
+        """Write to stderr, for at most `SAY_S`: its reader may be gone or stopped."""
         _log.warning("%s", what)
         line = f"[grpo] the sentinel of node {self.place.node} {what}\n"
         thread = threading.Thread(target=_write, args=[line.encode()], daemon=True)
@@ -222,7 +222,7 @@ class Sentinel:
     # -- ranks ----------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        """Whoever has come to the door."""
+        """Accept connections of this node's ranks."""
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -238,7 +238,7 @@ class Sentinel:
             self._selector.register(packets, selectors.EVENT_READ, greet)
 
     def _greet(self, packets: PacketSocket, ranks: list[Rank]) -> None:
-        """Which of `ranks`, those of the connecting process, this is."""
+        """Identify a connection as one of `ranks`, the ranks of the connecting process."""
         message: dict[str, Any] | None = {}
         with contextlib.suppress(EOFError):
             message = packets.receive()
@@ -262,7 +262,7 @@ class Sentinel:
             try:
                 if (message := rank.connection.receive()) is None:
                     return
-            except EOFError:  # its end is reported by the process's, which has no forks
+            except EOFError:  # the end of the process is watched separately; forks may hold the socket open
                 self._selector.unregister(rank.connection)
                 rank.connection.close()
                 rank.connection = None
@@ -300,11 +300,12 @@ class Sentinel:
                 self._say(f"leaves out what rank {rank.rank} has sent, which is no message")
 
     def _on_dead_rank(self, rank: Rank) -> None:
-        if rank.connection is None:  # it came and died while something else was done: it still waits at the door
+        # it connected and died while the sentinel was busy: its connection is not accepted yet
+        if rank.connection is None:
             self._accept()
             for greet in list(self._nameless.values()):
                 greet()
-        self._hear(rank)  # its last words
+        self._hear(rank)  # its last messages
         _log.debug("the process of rank %d (pid %d) has ended", rank.rank, rank.pid)
         if not rank.has_left:
             self._report_dead(rank)
@@ -329,7 +330,7 @@ class Sentinel:
             self._report(rank, f"{who} died without a word: {by} [GRPO-601]")
 
     def _report_aborted(self, rank: Rank, who: str, table: Table) -> None:
-        """NCCL's watchdog ends those that wait: whom they wait for is what counts."""
+        """Report a rank aborted by NCCL's watchdog, which aborts waiting ranks: the rank they wait for counts."""
         what = f"{who} was aborted (SIGABRT), as NCCL's watchdog does after ddp_timeout: its last words say why"
         if late := behind(table):
             self.between.report(record_of_stall(table, late[0], what=what))
@@ -352,20 +353,22 @@ def _stopped(seconds: float) -> str:
 
 
 def _answer(**values: Any) -> None:
-    """To the local main, which has started this process and reads one line."""
+    """Answer the local main, which has started this process and reads one line."""
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 
 
 def main() -> int:
-    """Settings, in JSON: node, host, num_nodes, pids (by this node's ranks), agent (the launcher's pid, or null),
-    agent_folder (which goes behind a launcher that died), timeout_s, where stalls are looked for stall_s, first_stall_s
-    and stall_warn_s, and between nodes secret, join_s, first_ranks (of each node), addresses, port.
-    One line of JSON answers: error, or port."""
+    """Run the sentinel. Prints one line of JSON: `error`, or `port`.
+
+    Settings, as JSON on stdin: node, host, num_nodes, pids (by this node's ranks), agent (the launcher's pid, or null),
+    agent_folder (removed after a launcher's death), timeout_s; to detect stalls stall_s, first_stall_s and
+    stall_warn_s; with several nodes secret, join_s, first_ranks (of each node), addresses, port.
+    """
     start_log()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    os.chdir("/")  # it keeps no file system busy
+    os.chdir("/")  # keeps no file system busy
     settings = json.load(sys.stdin)
     listener = socket.socket(fileno=int(sys.argv[1]))
     try:

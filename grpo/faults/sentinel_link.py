@@ -1,4 +1,4 @@
-"""A rank's side of its node's sentinel: what it tells, and what it hears."""
+"""A rank's connection to its node's sentinel."""
 
 import os
 import signal
@@ -18,25 +18,25 @@ CONNECT_S = 60.0
 
 
 class SentinelLink:
-    """This rank's connection to its node's sentinel. Whatever tells may be called from any thread, and never blocks.
+    """This rank's connection to its node's sentinel. Sending methods may be called from any thread, and never block.
 
     Args:
-        name: where it listens, as `start_sentinel` has told.
-        place: this rank's, until the sentinel has told its own.
-        timeout_s: without a word of the sentinel until it is taken for lost.
+        name: of the sentinel's socket, from `start_sentinel`.
+        place: this rank's, until the sentinel has sent its own.
+        timeout_s: silence after which the sentinel is lost.
     """
 
     def __init__(self, name: str, rank: int, place: NodePlace, *, timeout_s: float) -> None:
         self.interval_s = beat_interval_s(timeout_s)
         self.is_gone = False
         self.stacks = Stacks()
-        """Which the sentinel reads."""
+        """Stacks of this process; the sentinel reads them."""
         self.stacks.on_signal()
         self.progress = RankProgress()
-        """Which it reads, too."""
+        """Progress counters of this rank; the sentinel reads them."""
         self._place, self._timeout_s = place, timeout_s
         self._clock, self._heard_s = AwakeClock(self.interval_s), 0.0
-        self._unsaid: dict[str, Callable[[], dict[str, Any]]] = {}  # what the sentinel does not know yet, by kind
+        self._unsaid: dict[str, Callable[[], dict[str, Any]]] = {}  # latest message by kind, not sent yet
         self._saying = threading.Lock()
         self._table: Table = {}
         self._answered = threading.Event()
@@ -48,21 +48,21 @@ class SentinelLink:
         self.say("rank", rank=rank, descriptors=[self.stacks.fd, self.progress.fd])
         self.progress.close()
 
-    # -- to the sentinel -------------------------------------------------------------------------------------------
+    # -- sending ----------------------------------------------------------------------------------------------------
 
     def say_phase(self, phase: str, exchanges: int) -> None:
-        """What this rank does; again later where it does not go out.
+        """Send the rank's phase; a failed send is repeated.
 
         Args:
-            exchanges: how many ends of a phase it has come to.
+            exchanges: number of ends of a phase it has reached.
         """
         self._keep("phase", lambda: {"phase": phase, "exchanges": exchanges})
 
     def say_limit(self, timeout_s: float, phase: str, overdue: str, *, thread: int) -> None:
-        """Something this rank does may take so long; in place of what was said before, and reported as a phase is.
+        """Send a time limit on the rank's current action, replacing the last one; a failed send is repeated.
 
         Args:
-            overdue: what to say then.
+            overdue: cause to report when the limit has passed.
             thread: see `read_stacks`.
         """
         until_s = time.monotonic() + timeout_s
@@ -70,7 +70,7 @@ class SentinelLink:
         self._keep("limit", lambda: {"timeout_s": until_s - time.monotonic(), **said})
 
     def say_no_limit(self) -> None:
-        """It is done."""
+        """Remove the limit: the action is done."""
         self._keep("limit", lambda: {"timeout_s": None})
 
     def _keep(self, kind: str, values: Callable[[], dict[str, Any]]) -> None:
@@ -79,15 +79,15 @@ class SentinelLink:
             self._say_unsaid()
 
     def _say_unsaid(self) -> None:
-        """With the lock held."""
+        """Send pending messages; call with the lock held."""
         for kind, values in [*self._unsaid.items()]:
             if self.say(kind, **values()):
                 del self._unsaid[kind]
 
-    # -- what is heard --------------------------------------------------------------------------------------------
+    # -- receiving --------------------------------------------------------------------------------------------------
 
     def hear(self) -> FailureRecord | None:
-        """Once an interval, and when something has come: the job's record; None while it is well."""
+        """Receive messages, once per interval and on arrival. Returns the job's record; None while all is well."""
         found = None
         while not self.is_gone and found is None:
             silent_s = self._clock.tick() - self._heard_s
@@ -103,8 +103,8 @@ class SentinelLink:
             self._say_unsaid()
         if not self.is_gone and found is None and self._clock.tick() - self._heard_s > self._timeout_s:
             found = self._place.is_silent(self._timeout_s)
-            if self._place.pid:  # it has sent it
-                os.kill(self._place.pid, signal.SIGKILL)  # stopped for good, perhaps: nobody else would end it
+            if self._place.pid:  # the sentinel has sent its pid
+                os.kill(self._place.pid, signal.SIGKILL)  # it may be stopped for good, and nobody else would end it
         return found
 
     def _take(self, message: dict[str, Any]) -> FailureRecord | None:
@@ -121,16 +121,16 @@ class SentinelLink:
         return None
 
     def ask(self) -> threading.Event:
-        """Ask for the phases of all ranks; `not_come` knows them when the event is set, by whoever calls `hear`."""
+        """Request the phases of all ranks. The event is set by `hear` once `not_come` has them."""
         self._answered.clear()
         self.say("ask")
         return self._answered
 
     def not_come(self, exchange: int) -> dict[int, str]:
-        """The ranks that have not come to that end of a phase, counted from 1, and the phases they are in."""
+        """Return the ranks that have not reached that end of a phase, counted from 1, and their phases."""
         return {rank: row.phase for rank, row in rows_of(self._table).items() if row.exchanges < exchange}
 
     def behind(self, what: str) -> FailureRecord | None:
-        """As `not_come`: of the rank for which this one waits, if there is one."""
+        """Return the record of the rank this one waits for, if there is one; call it as `not_come`."""
         late = behind(self._table)
         return record_of_stall(self._table, late[0], what=what) if late else None

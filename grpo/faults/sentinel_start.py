@@ -1,4 +1,4 @@
-"""A job's sentinels are started by each node's local main, and told to the ranks by its store; a rank's watch."""
+"""Start of a job's sentinels by the local mains, their addresses through the job's store, and a rank's watch."""
 
 import contextlib
 import itertools
@@ -44,25 +44,25 @@ def link_to_sentinel(
     join_s: float,
     stall_s: float | None = None,
 ) -> SentinelLink:
-    """Start this node's sentinel, on its local main, and hang on it. Collective over the job, through the store.
+    """Start this node's sentinel, on its local main, and connect to it. Collective over the job, through the store.
 
     Args:
-        local_pids: of each rank on this node, this one's included, by global rank.
+        local_pids: by global rank, for each rank on this node including this one.
         store: with keys of these sentinels alone.
-        timeout_s: without a word of a node until it is taken for lost.
-        join_s: from the first rank's arrival to the last one's; starting its sentinel may take a node as long.
-        stall_s: limit without progress of a rank for which others wait; None: no limit.
+        timeout_s: silence after which a node is lost.
+        join_s: longest time between the first and the last rank's arrival; a node's sentinel may take as long to start.
+        stall_s: limit without progress for a rank the others wait for; None: no limit.
 
     Raises:
         SentinelError: a sentinel does not start, or cannot reach the first node's.
     """
 
-    def give_up() -> None:  # the store's process is held: it answers nothing, and none of its deadlines holds
+    def give_up() -> None:  # the store's process is stopped: it never answers, and its timeouts do not fire
         sys.stderr.write(f"[grpo] rank {launch.rank} ends: the job's store does not answer\n")
         os._exit(1)
 
     place = NodePlace(node=launch.node, rank=launch.rank, host=host, pid=0)
-    patience_s = 2 * join_s  # who comes last has as long for its start as the others
+    patience_s = 2 * join_s  # the last rank to arrive has as long for its start as the others
     with on_expiry(join_s + patience_s, give_up):
         settings = {"pids": dict(local_pids), "timeout_s": timeout_s, "join_s": patience_s}
         settings |= {"stall_s": stall_s, "first_stall_s": join_s}
@@ -71,7 +71,7 @@ def link_to_sentinel(
 
 
 def _meet(launch: Launch, host: str, settings: dict[str, Any], store: dist.Store, patience: timedelta) -> str:
-    """The name of this node's sentinel."""
+    """Return the socket name of this node's sentinel."""
     mine = f"node{launch.node}"
     if launch.local_rank != 0:
         return _wait(store, mine, patience)["name"]
@@ -100,13 +100,14 @@ def _wait(store: dist.Store, key: str, patience: timedelta) -> Any:
 def start_sentinel(settings: Mapping[str, Any], *, timeout_s: float = START_TIMEOUT_S) -> tuple[str, int | None]:
     """Start a node's sentinel, within the time; see its `main` for the settings.
 
-    Its socket has a name, and no file: it goes with the process. Who connects is known by the kernel's word.
+    Its socket is in the abstract namespace, without a file: it ends with the process. The kernel identifies connecting
+    processes.
 
     Returns:
-        The name of the socket for ranks, and the port for other nodes' sentinels, where it has one.
+        The name of the socket for ranks, and the port for other nodes' sentinels, if it has one.
 
     Raises:
-        SentinelError: it does not start; says why.
+        SentinelError: it does not start; has the reason.
     """
     name = f"grpo-sentinel-{secrets.token_hex(16)}"
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
@@ -132,7 +133,7 @@ def start_sentinel(settings: Mapping[str, Any], *, timeout_s: float = START_TIME
         if is_there:
             answer = json.loads(process.stdout.readline() or "{}")
         if "port" in answer:
-            _started.append(process)  # else `Popen` would complain that it still runs
+            _started.append(process)  # else `Popen` would warn that it still runs
             return name, answer["port"]
     process.kill()
     process.wait()
@@ -141,7 +142,7 @@ def start_sentinel(settings: Mapping[str, Any], *, timeout_s: float = START_TIME
 
 
 def _is_read_within(pipe: IO[bytes], timeout_s: float) -> bool:
-    """Whether something comes, or the end."""
+    """True if there is something to read, or end of file, within the time."""
     poll = select.poll()  # `select.select` takes no descriptor above 1023
     poll.register(pipe, select.POLLIN)
     return bool(poll.poll(1000 * timeout_s))
@@ -151,7 +152,7 @@ _started: list[subprocess.Popen] = []
 
 
 def _addresses() -> list[str]:
-    """By which other nodes may reach this one: as they reached its store, and by its interfaces."""
+    """Addresses at which other nodes may reach this one: the store's, and those of its interfaces."""
     own = [
         address.address
         for addresses in psutil.net_if_addrs().values()
@@ -174,15 +175,15 @@ def watch_for(
     start_timeout_s: float = START_TIMEOUT_S,
     rank_stall_timeout_s: float = RANK_STALL_TIMEOUT_S,
 ) -> FailureWatch:
-    """The watch of this rank; without a process group one that only keeps the record. Collective over the job.
+    """Make the watch of this rank; without a process group it only keeps the record. Collective over the job.
 
-    The watch of a trainer before this one is stopped: a process has one.
+    Stops the watch of an earlier trainer: a process has one.
 
     Args:
-        local_pids: of each rank on this node, this one's included, by global rank.
-        timeout_s: without a word of a node, or with a rank or launcher that is stopped, until the job has failed.
-        start_timeout_s: from the first rank's coming to its node's watch to the last one's.
-        rank_stall_timeout_s: without progress of a rank for which the others wait, until the job has failed.
+        local_pids: by global rank, for each rank on this node including this one.
+        timeout_s: silence of a node, or time a rank or launcher may be stopped, after which the job fails.
+        start_timeout_s: longest time between the first and the last rank's start of the watch.
+        rank_stall_timeout_s: limit without progress for a rank the others wait for, after which the job fails.
 
     Raises:
         SentinelError: a node's sentinel does not start, or cannot reach the first node's.

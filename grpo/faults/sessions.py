@@ -1,6 +1,6 @@
-"""The processes of a session, and what an engine's leave behind: an engine host leads a session of its own.
+"""Processes of an engine's session, and their leftovers: an engine host is a session leader.
 
-For whoever ends engines: their client, the host itself, the node's sentinel. Loads nothing.
+Used to end engines by their client, the host itself and the node's sentinel. Loads no library.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ _ENDED = ("", "Z", "X")
 
 
 def process_state(pid: int) -> str:
-    """The letter that stands for it in /proc/PID/stat: `T` is stopped, `t` held by a debugger; '' when it is gone."""
+    """State letter in /proc/PID/stat: `T` is stopped, `t` held by a debugger; '' if the process is gone."""
     return next(iter(_stat_of(pid)), "")
 
 
 def _stat_of(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the command, which may itself hold spaces and parentheses."""
+    """Fields of /proc/PID/stat after the command, which may itself contain spaces and parentheses."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -37,12 +37,12 @@ def session_members(session_id: int) -> list[int]:
 
 
 def stopped_members(session_id: int, among: Iterable[int]) -> list[int]:
-    """Those of the processes in the session that have been stopped, and not by a debugger."""
+    """Filter `among` for stopped processes in the session, except by a debugger."""
     return [pid for pid in among if process_state(pid) == "T" and _session_of(pid) == session_id]
 
 
 def _session_of(pid: int) -> int | None:
-    """Of a process that is there."""
+    """Session of a process; None if it is gone."""
     try:
         return os.getsid(pid)
     except OSError:
@@ -50,10 +50,10 @@ def _session_of(pid: int) -> int | None:
 
 
 def end_session(session_id: int, private_folder: Path) -> None:
-    """SIGKILL every process of an engine's session but the caller's own, and remove what they leave behind."""
+    """SIGKILL every process of an engine's session except the caller, and remove their leftovers."""
     deadline = time.monotonic() + END_S
     while (others := set(session_members(session_id)) - {os.getpid()}) and time.monotonic() < deadline:
-        for pid in others:  # again: dying, or started while we looked
+        for pid in others:  # repeatedly: dying ones, and ones started in the meantime
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
@@ -61,9 +61,9 @@ def end_session(session_id: int, private_folder: Path) -> None:
 
 
 def remove_traces(private_folder: Path) -> None:
-    """Remove an engine's private folder, and the shared memory that bears its name or that of a file in it.
+    """Remove an engine's private folder, and shared memory named after it or a file in it.
 
-    Again while it is there: who goes on for a moment, the caller's own threads, may put something into it meanwhile.
+    Repeats while it exists: processes or threads about to end may still write into it.
     """
     for named in (private_folder, *private_folder.glob("vllm_dist_*")):  # the latter by vLLM's CPU workers
         for prefix in ("", "sem."):
@@ -77,14 +77,14 @@ def remove_traces(private_folder: Path) -> None:
 
 
 def signal_that_ended(pid: int) -> signal.Signals | None:
-    """The signal that ended a process whose parent has not reaped it yet; None for another end, or an unknown one."""
+    """Signal that ended a process not reaped yet by its parent; None for another end, or if unknown."""
     with contextlib.suppress(IndexError, ValueError):  # it is gone; it ended by itself
         return signal.Signals(int(_stat_of(pid)[-1]) & 0x7F)
     return None
 
 
 class WatchedProcess:
-    """A process of this node, by a descriptor that no other process can come to have. It need not be there any more."""
+    """A local process held by pidfd, so that reuse of its pid cannot confuse it. It may have ended already."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -102,7 +102,7 @@ class WatchedProcess:
         return self.descriptor is None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it has ended by then."""
+        """Wait for its end; False on timeout."""
         while self.descriptor is not None:
             poll = select.poll()  # `select` takes no descriptor above 1023
             poll.register(self.descriptor, select.POLLIN)
@@ -110,11 +110,11 @@ class WatchedProcess:
                 return False
             if process_state(self.pid) in _ENDED:
                 break
-            self._open()  # somebody has closed our descriptor: vLLM's forked workers close some twice, by number
+            self._open()  # our descriptor was closed by other code: vLLM's forked workers close some twice, by number
         return True
 
     def is_stopped(self) -> bool:
-        """By SIGSTOP or another signal of job control, and not by a debugger."""
+        """True if stopped by SIGSTOP or another signal of job control, except by a debugger."""
         return not self.is_dead and process_state(self.pid) == "T"
 
     def stopped_for_s(self, now_s: float) -> float:
@@ -130,7 +130,7 @@ class WatchedProcess:
         with contextlib.suppress(ProcessLookupError):
             try:
                 signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
-            except PermissionError:  # containers may know no pidfd_send_signal
+            except PermissionError:  # containers may not allow pidfd_send_signal
                 os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:

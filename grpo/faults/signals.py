@@ -1,4 +1,4 @@
-"""SIGUSR1 and SIGTERM as requests to stop: the scheduler's way to say that the time is up."""
+"""SIGUSR1 and SIGTERM as stop requests: schedulers send them before a job's time is up."""
 
 import contextlib
 import logging
@@ -16,48 +16,48 @@ from grpo.place.log import FILE_ONLY
 
 _log = logging.getLogger(__name__)
 
-LEAD_VARIABLE = "GRPO_STOP_LEAD_S"  # how long before the end of its time the scheduler says so
+LEAD_VARIABLE = "GRPO_STOP_LEAD_S"  # seconds between the scheduler's signal and the end of the job
 LEAD_MARGIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequest:
-    """Somebody wants a checkpoint and an end."""
+    """A request for a checkpoint and an end."""
 
     why: str
     requeue: bool
-    """False when a person asked."""
+    """False if a person asked."""
 
 
 class StopSignals:
-    """Which of the two this process has got.
+    """Stop signals received by this process.
 
-    SIGUSR1 always asks for a stop. SIGTERM does while training runs (between `open` and `close`), where it can be
-    answered with a checkpoint; at any other time it ends the process as ever.
+    SIGUSR1 always requests a stop. SIGTERM does so while training runs (between `open` and `close`), when a checkpoint
+    can follow; at any other time it ends the process as usual.
 
     Args:
-        sigterm: whether to take SIGTERM at all.
+        sigterm: True to handle SIGTERM.
     """
 
     def __init__(self, *, sigterm: bool = True) -> None:
         self.request: StopRequest | None = None
         self.look: Callable[[], StopRequest | None] = lambda: None
-        """Asked for what no signal has brought, before a failure is believed."""
+        """Returns a stop request by other means than a signal; called before a failure is reported."""
         self.is_open = False
         self.is_hurried = False
-        """Whether SIGTERM has come, which does not say how much time is left."""
+        """True once SIGTERM has come, which does not tell the time left."""
         self._numbers = [signal.SIGUSR1, *([signal.SIGTERM] if sigterm else [])]
-        self._taken: dict[int, Any] = {}  # what was there before, by signal
+        self._taken: dict[int, Any] = {}  # previous handlers by signal
         self._waker: int | None = None
 
     def take(self, waker: int | None = None) -> None:
-        """Install the handlers, where the script has none of its own. From the main thread; elsewhere nothing happens.
+        """Install the handlers for signals without a handler of the script. Main thread only; has no effect in others.
 
-        Those of a trainer before this one are released.
+        Releases the handlers of an earlier trainer.
 
         Args:
-            waker: a non-blocking socket's file descriptor that gets the number of a signal at once, even while the main
-                thread is stuck in C code. Whoever reads it decides what SIGTERM means.
+            waker: file descriptor of a non-blocking socket that gets the number of a signal at once, even while the
+                main thread is stuck in C code. Its reader decides the meaning of SIGTERM.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -74,25 +74,25 @@ class StopSignals:
                 return
             self._waker = waker
         for number in self._numbers:
-            # A launcher that ignores SIGUSR1, so as not to die of it, has its ranks inherit that.
+            # A launcher that ignores SIGUSR1 for its own safety passes that on to its ranks.
             free = (signal.SIG_DFL, signal.SIG_IGN) if number == signal.SIGUSR1 else (signal.SIG_DFL,)
             if (before := signal.getsignal(number)) in free:
                 signal.signal(number, self._handle)
                 self._taken[number] = before
 
     def holds(self, number: int) -> bool:
-        """Whether the handler of signal `number` is ours; one that was installed after ours decides for itself."""
+        """True if the handler of signal `number` is ours; a handler installed later decides for itself."""
         return number in self._taken and signal.getsignal(number) == self._handle
 
     def note(self, number: int) -> None:
-        """Signal `number` has come. From any thread."""
+        """Record signal `number`. From any thread."""
         self.is_hurried = self.is_hurried or number == signal.SIGTERM
         if self.request is None and (number == signal.SIGUSR1 or self.is_open):
             self.request = StopRequest(why=f"got {signal.Signals(number).name}", requeue=True)
             _log.info("a stop is asked for: %s", self.request.why, extra=FILE_ONLY)
 
     def was_asked(self, patience_s: float) -> bool:
-        """Whether somebody has asked, by signal or otherwise; waits for a signal that may be on its way."""
+        """True if a stop was requested, by signal or otherwise; waits for a signal that may be on its way."""
         deadline = time.monotonic() + patience_s
         while self.request is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -101,15 +101,15 @@ class StopSignals:
         return self.request is not None
 
     def open(self) -> None:
-        """From now on SIGTERM asks for a stop."""
+        """Let SIGTERM request a stop from now on."""
         self.is_open = True
 
     def close(self) -> None:
-        """From now on SIGTERM ends the process."""
+        """Let SIGTERM end the process from now on."""
         self.is_open = False
 
     def release(self) -> None:
-        """Give the signals back. From the main thread."""
+        """Restore the previous handlers. Main thread only."""
         if self._waker is not None:
             signal.set_wakeup_fd(-1)
             self._waker = None
@@ -125,17 +125,18 @@ class StopSignals:
         self.note(number)
 
     def restore_in_child(self) -> None:
-        """In a forked child, a data-loader worker say: SIGTERM ends it, and nothing wakes the parent's watch."""
+        """Reset signals in a forked child, such as a data-loader worker: SIGTERM ends it, and nothing wakes the
+        parent's watch."""
         with contextlib.suppress(ValueError):  # forked from another thread than the main one
             if self._waker is not None:
                 signal.set_wakeup_fd(-1)
             for number in self._taken:
-                # A stop that was asked of all processes is no reason for a worker to die before its trainer.
+                # A stop requested of all processes must not kill a worker before its trainer.
                 signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
 
 
 _current: StopSignals | None = None
-"""Whose handlers are installed: a process has one trainer after the other."""
+"""Object with the installed handlers; a process has one trainer at a time."""
 
 
 def _restore_in_child() -> None:
@@ -145,7 +146,7 @@ def _restore_in_child() -> None:
 
 @contextlib.contextmanager
 def exiting_on_sigterm() -> Iterator[None]:
-    """A command that a batch system ends by SIGTERM leaves nothing half written: it ends as by `sys.exit(143)`."""
+    """Exit by `sys.exit(143)` on SIGTERM in a `with` block, so that a command leaves no half-written files."""
     inherited = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -154,11 +155,11 @@ def exiting_on_sigterm() -> Iterator[None]:
 
 
 class StopLead:
-    """Whether the scheduler's signal comes early enough for what follows it: a generation batch, and a save.
+    """Check that the scheduler's signal comes early enough for a generation batch and a save.
 
     Args:
-        lead: what `GRPO_STOP_LEAD_S` says; None: nothing.
-        warn: is given the sentence when the lead turns out to be too short.
+        lead: value of `GRPO_STOP_LEAD_S`, or None.
+        warn: called with the warning if the lead is too short.
     """
 
     def __init__(self, lead: str | None, warn: Callable[[str], None]) -> None:
@@ -167,22 +168,22 @@ class StopLead:
         self._batch_begun: float | None = None
         self.longest_batch_s = 0.0
         self.save_s = 0.0
-        """Of the last save, until it was complete."""
+        """Duration of the last save, until it was complete."""
 
     def batch_ended(self, now: float) -> None:
-        """At the end of a generation batch's training; `now` by time.monotonic()."""
+        """Note the end of a generation batch's training; `now` by time.monotonic()."""
         if self._batch_begun is not None and now - self._batch_begun > self.longest_batch_s:
             self.longest_batch_s = now - self._batch_begun
             self._check()
         self._batch_begun = now
 
     def saved(self, begun: float, now: float) -> None:
-        """The ranks have written a checkpoint; that counts to no batch."""
+        """Note a written checkpoint; its time counts to no batch."""
         self._batch_begun = now
         self.completed(begun, now)
 
     def completed(self, begun: float, now: float) -> None:
-        """A checkpoint is complete: a stop waits that long. From any thread."""
+        """Note a complete checkpoint: a stop waits for it. From any thread."""
         self.save_s = now - begun
         self._check()
 

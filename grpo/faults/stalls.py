@@ -1,4 +1,4 @@
-"""Stuck ranks of a node: alive, without progress, and behind the others. A warning first, then the job's end."""
+"""Stuck ranks of a node: alive, without progress, and behind the others. First a warning, then the end of the job."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -18,23 +18,23 @@ from grpo.faults.rank import Rank
 from grpo.faults.stacks import ask_for_stacks, empty, where
 
 WARN_S = 60.0
-WARN_STEPS = 5  # or so many steps' time, where that is longer
+WARN_STEPS = 5  # or the time of so many steps, if longer
 
 
 @dataclass(eq=False)
 class Stalls:
-    """Looks once an interval."""
+    """Detector of stuck ranks; `look` runs once per interval."""
 
     ranks: Mapping[int, Rank]
     _: KW_ONLY
     is_first_node: bool
     warn_s: float
-    """Without progress, behind the others, until the user is warned."""
+    """Time without progress, behind the others, before a warning."""
     limit_s: float
-    """Until the job has failed; `first_limit_s` before its first step."""
+    """Time until the job fails; `first_limit_s` before its first step."""
     first_limit_s: float
     ask: Callable[[Callable[[Table], object]], object]
-    """Brings the table of all ranks, now or later."""
+    """Calls its argument with the table of all ranks, now or later."""
     warn: Callable[[str], object]
     """Prints a warning."""
     report: Callable[[FailureRecord], object]
@@ -44,11 +44,11 @@ class Stalls:
         self._now_s = 0.0
 
     def look(self, phases: Mapping[int, tuple[str, int]], now_s: float) -> None:
-        """Once an interval.
+        """Check the ranks, once per interval.
 
         Args:
-            phases: and exchanges, by rank; of those that nothing else may end.
-            now_s: of a clock that stands still while this process is held.
+            phases: (phase, exchanges) by rank, for ranks without another deadline.
+            now_s: from a clock that stops while this process is stopped.
         """
         self._now_s = now_s
         for number, rank in self.ranks.items():
@@ -73,7 +73,7 @@ class Stalls:
                 self._act(number, table, "it has not gone on")
 
     def _act(self, number: int, table: Table, what: str) -> None:
-        """With stacks that are of now: they are asked for, and there at the next look."""
+        """Warn or fail with current stacks: request them now, use them at the next look."""
         rank = self.ranks[number]
         quiet_s, reached = self._now_s - rank.seen_since_s, rank.seen[2]
         limit_s = max(self.limit_s if reached.step_s else self.first_limit_s, WARN_STEPS * reached.step_s)

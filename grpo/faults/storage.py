@@ -1,8 +1,7 @@
-"""Whether a node's folder of logs, which is the run's, takes writes.
+"""Check that a node's log folder, the run's, takes writes.
 
-A file server that hangs, or a file system that is frozen, holds whoever writes there, in the kernel, where no signal
-ends it. A process of its own tries: what becomes of it keeps nothing else. Servers that fail over take minutes, and a
-job survives that.
+A hanging file server, or a frozen file system, blocks writers in the kernel, where no signal ends them. So a separate
+process tries, and can hang alone. Servers take minutes to fail over, and a job survives it.
 """
 
 import contextlib
@@ -12,30 +11,30 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 LOOK_S = 10.0
-USUAL_S = 0.05  # more than it takes where nothing hangs
+USUAL_S = 0.05  # longest usual duration if nothing hangs
 
 
 @dataclass(eq=False)
 class Storage:
-    """Looks at the folder every `LOOK_S`."""
+    """Checks the folder every `LOOK_S`."""
 
     _: KW_ONLY
     warn_s: float
-    """Without an answer until the user is warned."""
+    """Time without an answer before a warning."""
     limit_s: float
-    """Until the job has failed."""
+    """Time until the job fails."""
     warn: Callable[[str], object]
     fail: Callable[[str], object]
 
     def __post_init__(self) -> None:
         self.folder: Path | None = None
-        """None: not known yet."""
+        """Log folder of the run; None: not known yet."""
         self._trial: subprocess.Popen | None = None
         self._tried_s = 0.0
         self._is_warned = False
 
     def look(self, now_s: float) -> None:
-        """Once an interval; by a clock that stands still while this process is held."""
+        """Check the folder, once per interval. `now_s`: from a clock that stops while this process is stopped."""
         if self._trial is not None and self._trial.poll() is None:
             self._judge(now_s - self._tried_s)
         elif self.folder is not None and now_s - self._tried_s >= LOOK_S:

@@ -1,6 +1,6 @@
-"""Code of the user's in other threads: one of its own for calls that may hang, its streams, its need of the main one.
+"""Users' code in other threads: a thread for calls that may hang, separate streams, detection of main-thread needs.
 
-No pool of threads: the interpreter waits at its end for those.
+No thread pool: the interpreter joins pool threads at exit.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ _Queue = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 @contextlib.contextmanager
 def exits_as_errors(prefix: str = "", *, in_main_thread: bool = False) -> Iterator[None]:
-    """Around code of the user's: an `exit()` in it would end an event loop, or a rank, and nobody would hear of it.
+    """Turn `exit()` in users' code into an error: otherwise it would silently end an event loop or a rank.
 
     Args:
-        prefix: what the error begins with; of another error than an exit a note.
-        in_main_thread: where an interrupt is Ctrl-C, and stays one.
+        prefix: of the error; on errors other than an exit it is added as a note.
+        in_main_thread: an interrupt is Ctrl-C there, and passes through.
     """
     exits = SystemExit if in_main_thread else (SystemExit, KeyboardInterrupt)
     try:
@@ -45,13 +45,13 @@ def exits_as_errors(prefix: str = "", *, in_main_thread: bool = False) -> Iterat
 
 
 async def surviving(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """What the user's coroutine returns; see `exits_as_errors`."""
+    """Await the user's coroutine; see `exits_as_errors`."""
     with exits_as_errors():
         return await coroutine
 
 
 class Worker:
-    """Runs calls one after the other, in a thread of its own, which ends with this object and what it was given.
+    """Runs calls one after the other in its own daemon thread, which ends with this object after the submitted calls.
 
     Args:
         prepare: called first in the thread.
@@ -65,7 +65,7 @@ class Worker:
         weakref.finalize(self, self._calls.put, None)
 
     def run(self, call: Callable[[], Result]) -> "Future[Result]":
-        """What it brings; in the caller's context variables."""
+        """Submit a call, to run in the caller's context variables; returns its future."""
         future: Future[Result] = Future()
         context = contextvars.copy_context()
         self._calls.put((lambda: context.run(call), future))
@@ -76,7 +76,7 @@ def _work(calls: _Queue, prepare: Callable[[], None]) -> None:
     trouble: BaseException | None = None
     try:
         prepare()
-    except BaseException as error:  # noqa: BLE001  thread boundary: every call brings it
+    except BaseException as error:  # noqa: BLE001  thread boundary: every call raises it
         trouble = error
     while (given := calls.get()) is not None:
         call, future = given
@@ -85,11 +85,11 @@ def _work(calls: _Queue, prepare: Callable[[], None]) -> None:
                 if trouble is not None:
                     raise trouble
                 future.set_result(call())
-            except StopIteration as error:  # which no future of asyncio's takes
+            except StopIteration as error:  # asyncio futures refuse it
                 future.set_exception(RuntimeError(f"StopIteration: {error}"))
-            except BaseException as error:  # noqa: BLE001  thread boundary: whoever waits for it raises it
+            except BaseException as error:  # noqa: BLE001  thread boundary: the waiting thread raises it
                 future.set_exception(error)
-        del given, call, future  # while this thread waits it holds nothing of anybody's
+        del given, call, future  # a waiting thread keeps no objects alive
 
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ _NAMES = ("stdout", "stderr", "stdin")
 
 
 class _StreamsOfCall:
-    """What one call, with the threads that it has started, has put in the place of the streams."""
+    """Streams set by one call and by the threads it has started."""
 
     __slots__ = ("before", "depth", "targets")
 
@@ -105,16 +105,17 @@ class _StreamsOfCall:
         self.depth = 0
         self.targets: dict[str, Any] = {}
         self.before: dict[str, Any] = {}
-        """What stood there when the call put the first one in its place; brought back, it is the process's again."""
+        """Stream at the time of the call's first assignment; assigning it again restores the process's."""
 
 
 class _Stream:
-    """Stands in the namespace of `sys`, where `print` and `input` look: the stream of the thread that uses it."""
+    """Placeholder in the namespace of `sys`, where `print` and `input` look: forwards to the current thread's
+    stream."""
 
     def __init__(self, name: str, target: Any) -> None:
         self._name = name
         self.target = target
-        """Of all threads that are in no call."""
+        """Stream of all threads outside calls."""
 
     def current(self) -> Any:
         call = _calls.get(threading.get_ident())
@@ -132,32 +133,32 @@ class _Stream:
 
 
 class _Sys(ModuleType):
-    """The class of `sys` meanwhile: Python code reads and assigns the streams of its own thread."""
+    """Class of `sys` while calls run: Python code reads and assigns the streams of its own thread."""
 
     stdout = property(lambda _: _stream("stdout"), lambda _, stream: _assign("stdout", stream))
     stderr = property(lambda _: _stream("stderr"), lambda _, stream: _assign("stderr", stream))
     stdin = property(lambda _: _stream("stdin"), lambda _, stream: _assign("stdin", stream))
 
-    def __reduce__(self) -> Any:  # as cloudpickle has modules, by their very class
+    def __reduce__(self) -> Any:  # pickled by name: cloudpickle handles modules by their exact class
         return importlib.import_module, ("sys",)
 
 
 _calls: dict[int, _StreamsOfCall] = {}
-"""By thread."""
+"""Streams by thread id."""
 _num_open = 0
 _patches = contextlib.ExitStack()
 _warned: set[str] = set()
-_lock = threading.RLock()  # a signal's handler may assign a stream while its thread does
+_lock = threading.RLock()  # a signal handler may assign a stream while its thread does
 
 
 @contextlib.contextmanager
 def own_streams(name: str) -> Iterator[None]:
-    """Around a call of users' code, in any thread: what it makes of `sys.stdout`, `stderr` and `stdin` concerns itself.
+    """Give a call of users' code its own `sys.stdout`, `stderr` and `stdin`, in any thread.
 
-    By `contextlib.redirect_stdout` or by assignment: it holds for this thread, and for those that are started in the
-    call, until the call ends. Where the call leaves another stream in place, that is dropped, with one warning for each
-    `name`. All others, the main thread included, read, redirect and assign the streams as ever. Calls of one thread,
-    nested or in the tasks of its event loop, share theirs.
+    `contextlib.redirect_stdout` or an assignment holds for this thread, and for threads started in the call, until the
+    call ends. A stream left in place is dropped, with one warning per `name`. All other threads, including the main
+    thread, read, redirect and assign the streams as usual. Nested calls in a thread, and tasks of its event loop, share
+    theirs.
 
     Args:
         name: of the call, in words: `tool python`.
@@ -196,14 +197,14 @@ def _enter(thread: int) -> _StreamsOfCall:
 
 
 def _leave(thread: int, call: _StreamsOfCall) -> list[str]:
-    """The streams that the call leaves in place of others."""
+    """End a call; return the names of streams it left replaced."""
     global _num_open
     call.depth -= 1
     if call.depth or _calls.get(thread) is not call:  # the second: a forked child
         return []
     del _calls[thread]
     left = [name for name, target in call.targets.items() if target is not _stream(name)]
-    call.targets.clear()  # for threads of its own that go on
+    call.targets.clear()  # for its own threads that go on
     _num_open -= 1
     if not _num_open:
         _put_back()
@@ -223,7 +224,8 @@ def _stream(name: str) -> Any:
 
 
 def _assign(name: str, stream: Any) -> None:
-    """A `_Stream` is what code has found in the namespace, and brings back (`unittest.mock`)."""
+    """Assign a stream for the current call. A `_Stream` is one that code saved earlier and restores
+    (`unittest.mock`)."""
     call = _calls.get(threading.get_ident())
     if call is not None and call.depth:
         if isinstance(stream, _Stream) or (name in call.targets and stream is call.before[name]):
@@ -239,7 +241,7 @@ def _assign(name: str, stream: Any) -> None:
 
 
 def _following(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    """A thread that is started in a call prints where the call does."""
+    """Wrap `Thread.start`: a thread started in a call uses the call's streams."""
 
     def start_in_call(thread: threading.Thread) -> None:
         if (call := _calls.get(threading.get_ident())) is not None and call.depth:
@@ -259,23 +261,24 @@ def _following(start: Callable[[threading.Thread], None]) -> Callable[[threading
 
 
 _WORDS = ("main thread", "same thread", "different thread", "event loop in thread", "threaded environment")
-"""In errors of signals, SQLite, greenlets, asyncio, verifiers of mathematics: another thread may not run the code."""
+"""Phrases in errors about signals, SQLite, greenlets, asyncio and math verifiers: the code may not run in this
+thread."""
 _noticed: dict[int, list[str]] = {}
-"""By thread: what it has tried to do with signals."""
+"""Attempted signal calls by thread id."""
 _patching = threading.Lock()
 _signal_patches = contextlib.ExitStack()
 
 
 class NeedsMainThreadError(Exception):
-    """The call does what only the main thread may, so what it brought in another one does not count."""
+    """The call needs the main thread; its result in another thread does not count."""
 
 
 @contextlib.contextmanager
 def noticing_main_thread() -> Iterator[None]:
-    """Around a call of users' code in another thread than the main one.
+    """Detect users' code, run outside the main thread, that needs the main one.
 
     Raises:
-        NeedsMainThreadError: it does what only the main thread may; what it brings, or raises, is of no worth.
+        NeedsMainThreadError: it does; its result or exception is discarded.
     """
     with _noticing_signals() as noticed:
         try:
@@ -290,8 +293,8 @@ def noticing_main_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noticing_signals() -> Iterator[list[str]]:
-    """What this thread tries to do with signals, which raises. Code that sets an alarm may swallow that, and take every
-    answer for a wrong one; the alarm itself would strike the main thread."""
+    """Record the signal calls of this thread, which raise. Code that sets an alarm may swallow the error and judge
+    every answer wrong; the alarm itself would hit the main thread."""
     me = threading.get_ident()
     with _patching:
         if not _noticed:
@@ -313,11 +316,11 @@ def _note(name: str, *arguments: Any) -> Any:
 
 
 _STAND_INS = {name: functools.partial(_note, name) for name in stdlib.SIGNALS}
-"""A module that is imported in a call keeps one of these."""
+"""Replacements of the signal functions; a module imported in a call may keep one."""
 
 
 def _forget_in_child() -> None:
-    """A forked child, of a pool that a function of the user's has, say: one thread, whose streams become the process's;
+    """Reset in a forked child, such as a pool's in a user's function: its one thread's streams become the process's;
     signals are its own, and locks are free."""
     global _lock, _num_open, _patching
     _patching = threading.Lock()

@@ -1,9 +1,9 @@
-"""The watch that brings the job's one failure record to every rank.
+"""The watch: brings the job's one failure record to every rank.
 
-The rank that sees a fault raises. The others may sit in a collective, which cannot be interrupted from Python, so every
-rank has a daemon thread that hears from the node's sentinel: the record, or nothing any more, which is a failure of its
-own. It hears SIGTERM too: a launcher ends its ranks because one failed. On a hit the main thread is given a moment to
-raise by itself; a rank that is still stuck writes the record to stderr and ends.
+The failing rank raises. The others may be in a collective, which Python cannot interrupt. So a daemon thread of every
+rank listens to the node's sentinel: for the record, or for its connection's end, which is a failure too. It also gets
+SIGTERM: a launcher ends its ranks when one fails. After a failure the main thread has a moment to raise by itself; a
+rank still stuck writes the record to stderr and exits.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 
 POLL_S = 0.2  # once there is a record
-REPORT_S = 5.0  # until the job's record is known, which may be another's
+REPORT_S = 5.0  # until the job's record is known, which may be another rank's
 
 
 class FailureWatch:
-    """This rank's end of the failure contract.
+    """This rank's side of the failure handling.
 
     Args:
-        link: to the node's sentinel, None for one process without a process group, where errors simply raise.
+        link: to the node's sentinel; None for a single process without a process group, where errors simply raise.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FailureWatch:
         self.record: FailureRecord | None = None
         self.signals = StopSignals()
         self.on_record: Callable[[FailureRecord], None] = lambda record: None
-        """Called once, from any thread, when this rank knows that the job has failed."""
+        """Called once, from any thread, when this rank learns that the job has failed."""
         self._is_known = False
         self._reported = threading.Lock()
         self._guarded = 0
@@ -61,7 +61,7 @@ class FailureWatch:
         self._sigterm_seen = False
         self._seen_since: float | None = None
         self._stopped = threading.Event()
-        self._known = threading.Event()  # the record
+        self._known = threading.Event()  # set once the record is known
         self._link = link
         self._thread: threading.Thread | None = None
         self.limits = CallLimits(link, lambda cause, phase: self.report(self.make_record(cause, phase)), timeouts)
@@ -78,7 +78,7 @@ class FailureWatch:
         self.signals.take(self._waker.fileno())
         self._excepthook = sys.excepthook
         sys.excepthook = self._report_unhandled
-        # Runs at the interpreter's exit, and at that of a multiprocessing child, which runs no `atexit`.
+        # Runs at exit of the interpreter and of multiprocessing children, which skip `atexit`.
         multiprocessing.util.Finalize(None, self.leave, exitpriority=10)
         self._thread = threading.Thread(target=self._watch, args=[link], name="grpo-failure-watch", daemon=True)
         self._thread.start()
@@ -87,44 +87,47 @@ class FailureWatch:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Name what this rank is doing, for the record."""
+        """Set this rank's phase during a `with` block, for the record."""
         before = self.phase
         self.enter(phase)
         yield
         self.enter(before)  # not after an error: it was raised in the phase
 
     def enter(self, phase: str) -> None:
-        """As `during`, until another phase is entered."""
+        """Set the phase until the next one."""
         self.phase = phase
         _log.debug("phase '%s'", phase)
         self._say_phase()
 
     @contextlib.contextmanager
     def limited(self, phase: str, timeout_s: float, cause: str) -> Iterator[None]:
-        """As `during`, around code of others that may hang: the job's failure is then `cause`; see `CallLimits`."""
+        """Set the phase and limit the time of users' code that may hang: the job then fails with `cause`; see
+        `CallLimits`."""
         with self.limits.around(phase, timeout_s, cause), self.during(phase):
             yield
 
     def within(self, timeout_s: float, cause: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
-        """Around what may hold the main thread in a library that has no deadline: it becomes the job's failure.
+        """Fail the job if the block takes longer than `timeout_s`. For library calls without a deadline in the main
+        thread.
 
         Args:
-            cause: what to say then; called from another thread.
+            cause: returns the cause; called from another thread.
         """
         return on_expiry(timeout_s, lambda: self.fail(cause()))
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Report what is raised inside to all ranks; a consequence of another rank's failure raises as that.
+        """Report an exception raised inside to all ranks. One caused by another rank's failure is raised as
+        `JobFailed`.
 
-        Nests: the outermost one reports.
+        May be nested: the outermost one reports.
 
         Raises:
-            JobFailed: chained to the error inside, when the record names another rank, or when that was an `exit()`
-                while the job goes on.
+            JobFailed: chained to the error inside, if the record names another rank, or for an `exit()` while the job
+                goes on.
         """
         if not self._guarded:
-            self._raising = False  # an interrupted cell of a notebook is over, and the next one begins
+            self._raising = False  # an interrupted notebook cell is over, and the next one begins
         self._guarded += 1
         try:
             yield
@@ -140,9 +143,9 @@ class FailureWatch:
         leaves = isinstance(error, SystemExit) and not error.code
         if leaves and (self._link is None or self._stopped.is_set()):
             self._raising = False
-            return  # a script that says it is done
+            return  # a script that is done
         if isinstance(error, JobFailed) and self.record is None:
-            self.report(error.record)  # the same on every rank, or what only this one has seen
+            self.report(error.record)  # the same on every rank, or an error only this rank saw
         if self._link is None or isinstance(error, JobFailed):
             self._raising_since = time.monotonic()
             return
@@ -157,17 +160,17 @@ class FailureWatch:
         if self.record is None:
             self.fail(error)
         if self.record is not None and (leaves or self.record.rank != self.rank):
-            raise JobFailed(self.record) from error  # a rank that just left would have ended well
+            raise JobFailed(self.record) from error  # a rank that simply exits would count as finished
 
     def check(self) -> None:
-        """Raise `JobFailed` if the job has failed anywhere; cheap, for loops that wait."""
+        """Raise `JobFailed` if the job has failed anywhere; cheap, for waiting loops."""
         if self._link is not None:
             self._link.progress.look()
         if self.record is not None:
             raise JobFailed(self.record)
 
     def await_cause(self) -> None:
-        """A lost peer shows first as a broken connection: give the watch time to say who it was, before we are blamed.
+        """Wait for the record of a lost peer, which shows first as a broken connection, before this rank is blamed.
 
         Returns after `blame_s` at the latest, with a record or without.
         """
@@ -178,10 +181,10 @@ class FailureWatch:
     def make_record(
         self, cause: BaseException | str, phase: str | None = None, *, kind: FailureKind = FailureKind.MACHINE
     ) -> FailureRecord:
-        """A record about this rank; a failure that has one keeps it.
+        """Make a record about this rank; a failure with one keeps it.
 
         Args:
-            kind: of a cause that is a text.
+            kind: of a cause given as text.
         """
         phase = phase or self.phase
         return record_of(cause, node=self.node, rank=self.rank, host=self.host, phase=phase, kind=kind)
@@ -191,7 +194,7 @@ class FailureWatch:
         self.report(self.make_record(cause))
 
     def report(self, record: FailureRecord) -> None:
-        """Make `record` the job's, unless one is there already. From any thread."""
+        """Make `record` the job's, unless there is one already. From any thread."""
         _log.error("reports: %s", record, extra=FILE_ONLY)
         is_own_thread = threading.current_thread() is self._thread
         if self._reported.acquire(blocking=not is_own_thread):
@@ -199,7 +202,7 @@ class FailureWatch:
                 self._settle(record)
             finally:
                 self._reported.release()
-        else:  # another thread reports, and waits for what this one hears
+        else:  # another thread reports, and waits for this thread to receive
             self._until(self._known, REPORT_S)
         self._tell()
 
@@ -208,12 +211,12 @@ class FailureWatch:
             self._until(self._known, REPORT_S)
         if self.record is not None:
             return
-        self._take_record(record)  # nobody says more
+        self._take_record(record)  # the job's, or this one if the sentinel did not answer
         if self._link is None and self._guarded and threading.current_thread() is not threading.main_thread():
             threading.Thread(target=self._end_alone, name="grpo-failure-watch", daemon=True).start()
 
     def _until(self, event: threading.Event, timeout_s: float) -> None:
-        """Until the sentinel has answered, which this rank's watch hears."""
+        """Wait for an event that follows the sentinel's answer; the watch's thread receives it itself."""
         if threading.current_thread() is not self._thread:
             event.wait(timeout_s)
             return
@@ -233,51 +236,51 @@ class FailureWatch:
             self.on_record(self.record)
 
     def stop_was_asked(self) -> bool:
-        """Whether this rank was asked to stop; waits a moment for a signal that may have reached another first."""
+        """True if this rank was asked to stop; waits a moment for a signal that may have reached another first."""
         return self.signals.was_asked(self._timeouts.signal_patience_s)
 
-    # -- to the sentinel -----------------------------------------------------------------------------------------
+    # -- messages to the sentinel ------------------------------------------------------------------------------------
 
     def _say_phase(self) -> None:
         if self._link is not None:
             self._link.say_phase(self.phase, self._exchanges)
 
     def note_exchange(self) -> int:
-        """This rank has come to the end of a phase that all end together. Which one it is, counted from 1."""
+        """Count an end of a phase, which all ranks reach together. Returns its number, counted from 1."""
         self._exchanges += 1
         self.note_progress()
         self._say_phase()
         return self._exchanges
 
     def note_progress(self) -> None:
-        """This rank goes on: a micro-batch begins, or an optimizer step has ended. Costs nothing."""
+        """Note progress: a micro-batch begins, or an optimizer step has ended. Cheap."""
         if self._link is not None:
             self._link.progress.enter()
 
     def note_step(self, seconds: float) -> None:
-        """What an optimizer step takes, generation and all."""
+        """Note the duration of a whole optimizer step, generation included."""
         if self._link is not None:
             self._link.progress.note_step(seconds)
 
     def not_come(self, exchange: int) -> dict[int, str]:
-        """The ranks that have not come to that end of a phase, and the phases they are in; {} where nobody knows."""
+        """Return the ranks that have not reached that end of a phase, and their phases; {} if unknown."""
         if self._link is None:
             return {}
         self._until(self._link.ask(), REPORT_S)
         return self._link.not_come(exchange)
 
     def covers(self, folder: Path, session: int | None = None) -> None:
-        """Have a folder removed should this process die, and the processes of a session ended before."""
+        """Let the sentinel end a session and remove a folder if this process dies."""
         if self._link is not None:
             self._link.say("covers", folder=str(folder), session=session)
 
     def uncovers(self, folder: Path) -> None:
-        """That is seen to."""
+        """Undo `covers`: the folder is gone."""
         if self._link is not None:
             self._link.say("uncovers", folder=str(folder))
 
     def open_log(self, path: Path) -> None:
-        """Have the node's sentinel write its log to this file."""
+        """Let the node's sentinel write its log to this file."""
         if self._link is not None:
             self._link.say("log", path=str(path))
 
@@ -305,13 +308,14 @@ class FailureWatch:
             self.fail(error)
 
     def leave(self) -> None:
-        """This rank is done: its end is no failure, and neither is that of the others. At exit, if not before."""
+        """Announce that this rank is done: its end is no failure, nor that of the others. Called at exit at the
+        latest."""
         if self._link is None or os.getpid() != self._pid or self._stopped.is_set():
             return  # a forked child's exit is not ours
         _log.debug("leaves the watch, in phase '%s'", self.phase)
         if self.record is None:
             self._link.say("left")
-        # SIGTERM stays without effect: a launcher that sends it now would interrupt the ending of the engines.
+        # Keep ignoring SIGTERM: from a launcher it would now interrupt the shutdown of the engines.
         self._end_watch()
 
     # -- the watch's thread ---------------------------------------------------------------------------------------
@@ -326,7 +330,7 @@ class FailureWatch:
                 self._end_if_stuck()
 
     def _listen(self, timeout_s: float) -> bytes:
-        """Take what the sentinel says within the time. Returns the numbers of signals that have come."""
+        """Receive from the sentinel for the given time. Returns the numbers of received signals."""
         assert self._link is not None
         events = {key.fileobj for key, _ in self._selector.select(timeout_s)}
         if (record := self._link.hear()) is not None and not self._stopped.is_set():
@@ -343,7 +347,7 @@ class FailureWatch:
                     self._take_sigterm()
 
     def _take_sigterm(self) -> None:
-        """End this process, unless training can answer; a launcher sends SIGTERM because a rank failed, too."""
+        """End this process, unless training can answer; a launcher also sends SIGTERM when a rank has failed."""
         self._sigterm_seen = True
         self._until(self._known, self._timeouts.blame_s)
         if self.record is None and self.signals.is_open:
@@ -354,7 +358,7 @@ class FailureWatch:
             self._end(128 + signal.SIGTERM)
 
     def _raise_in_main_thread(self) -> None:
-        """Raise `JobFailed` where the main thread is, once; it arrives when that thread runs Python code again."""
+        """Raise `JobFailed` in the main thread, once; it takes effect when the thread next runs Python code."""
         if self.record is None or self._raised_in_main or self._guarded == 0 or self._raising:
             return
         self._raised_in_main = True
@@ -367,7 +371,8 @@ class FailureWatch:
             self._end(1)
 
     def _end_alone(self) -> None:
-        """What the watch's thread does elsewhere: NCCL, say, may hold the main thread for good."""
+        """End a single process, as the watch's thread does elsewhere: NCCL, for example, may block the main thread for
+        good."""
         self._raise_in_main_thread()
         deadline = time.monotonic() + STUCK_GRACE_S
         while time.monotonic() < deadline:
@@ -377,6 +382,7 @@ class FailureWatch:
         self._end(1)
 
     def _end(self, code: int) -> None:
-        sys.stderr.write(f"[grpo] rank {self.rank} ends: the job failed on {self.record}\n")  # in one: all write
+        # one write: all ranks write
+        sys.stderr.write(f"[grpo] rank {self.rank} ends: the job failed on {self.record}\n")
         flush_log()
         os._exit(code)

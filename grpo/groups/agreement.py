@@ -1,6 +1,6 @@
-"""Do all ranks make one job: every rank's topology against every other's, before anything slow happens.
+"""Agreement of all ranks on the job's topology, before anything slow happens.
 
-There is no watch yet: a rank that is ended here says so in the job's store, where the others wait.
+There is no watch yet: a rank ended by SIGTERM writes this into the job's store, where the others wait.
 """
 
 import contextlib
@@ -25,33 +25,33 @@ from grpo.place.topology import NodeTopology
 from grpo.place.wire import Wire
 
 LAST_WORDS_S = 5.0
-STORE_S = 30.0  # beyond all deadlines: the store's process is held, and keeps none of them
+STORE_S = 30.0  # slack beyond every timeout: if the process hosting the TCPStore is stopped, store timeouts never fire
 PHASE = "start"
 
 _agreements = itertools.count()
 
 
-# Records and not pickles: whoever reaches the job's store, which asks nobody for a password, can write into it.
+# JSON records, not pickles: the job's store has no password, so anyone who reaches it can write.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Word(Wire):
-    """One rank's."""
+    """Answer of one rank."""
 
     topology: NodeTopology | None
     problem: str | None
-    """Why this rank has no topology."""
+    """Reason why this rank has no topology."""
     pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict(Wire):
-    """Rank 0's, about all words."""
+    """Verdict of rank 0 about all ranks' answers."""
 
     problem: str | None = None
-    """None when all is well."""
+    """Reason against the start; None if all is well."""
     is_late: bool = False
-    """Whether the problem is who did not come."""
+    """True if the problem is missing ranks."""
     failure: FailureRecord | None = None
-    """Instead: of a rank that was ended meanwhile, which wrote this verdict in rank 0's place."""
+    """Record of a rank that was ended meanwhile, and wrote this verdict in rank 0's place; excludes `problem`."""
     pids: tuple[int, ...] = ()
     ranks_by_node: tuple[int, ...] = ()
     engines_by_node: tuple[int, ...] = ()
@@ -60,10 +60,9 @@ class _Verdict(Wire):
 def agree_on_topology(
     plan: Callable[[], NodeTopology], rank: int, world_size: int, *, timeout_s: float
 ) -> tuple[NodeTopology, list[int]]:
-    """Read this rank's topology and check it against every other rank's, before anything slow happens.
+    """Read this rank's topology and compare it with every other rank's, before anything slow happens.
 
-    Collective over the job, through the store: a rank whose own arithmetic fails tells the others instead of leaving
-    them waiting.
+    Collective over the job, through the store. A rank whose own plan fails reports it, so that the others do not wait.
 
     Args:
         plan: makes this rank's topology, or raises ValueError.
@@ -72,8 +71,8 @@ def agree_on_topology(
         This rank's topology, with the ranks and engines of every node, and the pid of every rank.
 
     Raises:
-        ValueError: the first rank's error, on every rank; or what does not fit between nodes.
-        TimeoutError: names the ranks that did not come.
+        ValueError: the first rank's error, on every rank; or the mismatch between nodes.
+        TimeoutError: names the missing ranks.
         JobFailed: a rank was ended meanwhile.
     """
     topology, problem = None, None
@@ -92,7 +91,7 @@ def agree_on_topology(
         around.enter_context(_last_words(number, topology, rank, world_size))
         around.enter_context(on_expiry(timeout_s + STORE_S, _end_without_store))
         if rank == 0:
-            words = _store_of(number, _job_store().clone())  # the job's is in the wait
+            words = _store_of(number, _job_store().clone())  # the main thread waits in the job's store
             around.enter_context(every_minute(partial(_name_missing, words, world_size)))
         verdict = _find_verdict(store, rank, world_size, timedelta(seconds=timeout_s))
     if verdict.failure is not None:
@@ -105,7 +104,7 @@ def agree_on_topology(
 
 
 def _job_store() -> dist.Store:
-    """As a launcher knows it, without the prefixes of torch's groups."""
+    """Store of the launcher, without the prefixes of torch's groups."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -129,7 +128,7 @@ def _find_verdict(store: dist.Store, rank: int, world_size: int, timeout: timede
 
 
 def missing_ranks(store: dist.Store, world_size: int) -> list[int]:
-    """Those that have not left a word under `rank<number>` yet."""
+    """Ranks without an answer under `rank<number>` yet."""
     return [rank for rank in range(world_size) if not store.check([f"rank{rank}"])]
 
 
@@ -142,9 +141,9 @@ def _name_missing(words: dist.Store, world_size: int, seconds: float) -> None:
 
 
 def _say(line: str) -> None:
-    """There is no log yet."""
+    """Write to stdout: there is no log yet."""
     with contextlib.suppress(OSError):
-        os.write(1, f"[grpo] {line}\n".encode())  # in one piece: all write
+        os.write(1, f"[grpo] {line}\n".encode())  # one write: all ranks write
 
 
 def _end_without_store() -> None:
@@ -156,11 +155,11 @@ def _end_without_store() -> None:
 
 
 def give_up(record: FailureRecord, world_size: int, store: dist.Store, number: int = 0) -> None:
-    """Free the ranks that wait for others in `agree_on_topology`: `record` is what they raise. Without effect later.
+    """Make `agree_on_topology` raise `record` on the ranks waiting in it. Has no effect once it is over.
 
     Args:
         store: the job's, as its launcher has it.
-        number: which agreement of each rank's process it is.
+        number: index of the agreement within each rank's process.
     """
     words = _store_of(number, store)
     words.compare_set("verdict", "", _Verdict(failure=record).dumps())
@@ -170,7 +169,8 @@ def give_up(record: FailureRecord, world_size: int, store: dist.Store, number: i
 
 @contextlib.contextmanager
 def _last_words(number: int, topology: NodeTopology | None, rank: int, world_size: int) -> Iterator[None]:
-    """A SIGTERM ends this rank, and it tells the others first. The main thread hears none: it waits in C++."""
+    """On SIGTERM, report to the others, then end this rank. From a thread: the main one waits in C++ and gets no
+    signals."""
     is_main = threading.current_thread() is threading.main_thread()
     if topology is None or not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -179,7 +179,7 @@ def _last_words(number: int, topology: NodeTopology | None, rank: int, world_siz
     waker.setblocking(False)
     cause = "got SIGTERM while ranks were waited for: by the launcher of this node, or by the scheduler [GRPO-306]"
     record = FailureRecord(node=topology.node, rank=rank, host=topology.host, phase=PHASE, cause=cause)
-    store = _job_store().clone()  # the job's is in the wait
+    store = _job_store().clone()  # the main thread waits in the job's store
 
     def listen() -> None:
         while numbers := heard.recv(64):
@@ -222,7 +222,7 @@ def _judge(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict:
 
 
 def knowing(topologies: Sequence[NodeTopology]) -> list[NodeTopology]:
-    """The same, of all ranks in their order, knowing how many ranks and engines each node has."""
+    """Return the topologies of all ranks, in order, with the number of ranks and engines of each node."""
     mains = [topology for topology in topologies if topology.is_local_main]
     ranks = tuple(topology.local_world_size for topology in mains)
     engines = tuple(topology.num_engines for topology in mains)
@@ -230,7 +230,7 @@ def knowing(topologies: Sequence[NodeTopology]) -> list[NodeTopology]:
 
 
 def check_nodes(topologies: Sequence[NodeTopology]) -> None:
-    """Raises ValueError when the nodes do not make one job; takes the records of all ranks, in rank order.
+    """Raise ValueError if the nodes do not make one job; takes the topologies of all ranks, in rank order.
 
     The number of ranks, devices, reserved devices and engines may differ between nodes.
     """
@@ -278,7 +278,7 @@ def check_nodes(topologies: Sequence[NodeTopology]) -> None:
 
 
 def _per_node(nodes: Mapping[int, Sequence[NodeTopology]], field: str) -> str:
-    """'node 0 (host a): 7, node 1 (host b): 6'; several values of a node are joined by '|'."""
+    """Format as 'node 0 (host a): 7, node 1 (host b): 6'; several values of a node are joined by '|'."""
 
     def show(value: Any) -> str:
         return (",".join(value) or "none") if isinstance(value, tuple) else str(value)

@@ -1,9 +1,9 @@
 """Gloo groups for control and completions: the ranks of one node, and the local mains of all nodes.
 
-Collectives over the whole job use both: one group of all ranks would connect every rank with every other one.
+Collectives over the whole job use both; one group of all ranks would connect every pair of ranks.
 
-Data moves over NCCL or shared memory, control over gloo, so that a long generation never sits in a NCCL collective
-under its watchdog. All methods are collective over the ranks that they name, in the same order on each.
+Data uses NCCL or shared memory, control uses gloo, so that a long generation never waits in an NCCL collective under
+its watchdog. All methods are collective over the ranks they name, in the same order on each.
 """
 
 import json
@@ -31,31 +31,31 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-MARGIN_S = 60.0  # a group outlasts the deadline of the work that its ranks wait for
+MARGIN_S = 60.0  # added to the deadline of the work that a group's ranks wait for
 GROUP_TIMEOUT_S = 1800.0
-"""Between the first and the last rank's arrival: the others may be writing a checkpoint to a slow disk."""
+"""Limit between the first and the last rank's arrival: the others may be writing a checkpoint to a slow disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer(Wire):
-    """One rank's, at the end of a phase."""
+    """Answer of one rank at the end of a phase."""
 
     failure: FailureRecord | None
     stop: StopRequest | None
     value: str
-    """JSON."""
+    """JSON text."""
 
 
 class NodeGroups:
-    """The groups of this rank. Every rank of the job makes one, at the same time.
+    """Groups of this rank. Every rank of the job creates them at the same time.
 
     Args:
-        max_wait_s: the longest deadline that any wait on these groups is given; `GROUP_TIMEOUT_S` at least.
-        start_timeout_s: until all ranks have met in the groups.
-        watch: is told when the groups cannot be made.
+        max_wait_s: longest deadline of any wait on these groups; `GROUP_TIMEOUT_S` at least.
+        start_timeout_s: limit until all ranks have joined the groups.
+        watch: reports a failure to create the groups.
 
     Raises:
-        TimeoutError: ranks did not come to make the groups; names them.
+        TimeoutError: ranks did not join; names them.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class NodeGroups:
         self._leader = self._mains[topology.node]
 
     def all_gather(self, text: str) -> list[str]:
-        """A short text of every rank of the job, in rank order."""
+        """Gather a short text from every rank of the job, in rank order."""
         if self._alone:
             return [text]
         of_node = json.dumps(all_gather_texts(text, self._node))
@@ -92,7 +92,7 @@ class NodeGroups:
         return json.loads(broadcast_text(everything, self._leader, self._node))
 
     def largest(self, value: int) -> int:
-        """The largest `value` of any rank of the job."""
+        """Maximum of `value` over all ranks of the job."""
         if self._alone:
             return value
         tensor = torch.tensor([value], dtype=torch.int64)
@@ -102,18 +102,18 @@ class NodeGroups:
         return int(tensor)
 
     def meet(self) -> None:
-        """Until every rank of the job is here."""
+        """Barrier over all ranks of the job."""
         self.largest(0)
 
     def by_rank_zero(self, decide: Callable[[], T], kind: Any = None) -> T:
-        """Run `decide` on rank 0; its value on every rank of the job.
+        """Run `decide` on rank 0, and return its value on every rank of the job.
 
         Args:
             kind: the value's type; see `grpo.place.wire.to_json`.
 
         Raises:
-            Exception: on rank 0 what `decide` raised.
-            JobFailed: on the other ranks, with the record of that failure.
+            Exception: on rank 0, raised by `decide`.
+            JobFailed: on the other ranks, with the record of the failure.
         """
         if self._alone:
             return decide()
@@ -143,16 +143,16 @@ class NodeGroups:
         """End a phase together: raise on every rank if it failed on one. Collective over the job.
 
         Args:
-            value: a small one.
-            kind: its type, the same on every rank, `| None` where some have none; see `grpo.place.wire.to_json`.
+            value: a small value of this rank.
+            kind: its type, the same on every rank, `| None` if some have none; see `grpo.place.wire.to_json`.
 
         Returns:
             The `value` of every rank, in rank order.
 
         Raises:
-            JobFailed: with the record of the first rank that failed, on every rank; or naming the ranks that did not
-                answer in time.
-            GenerationDropped: instead, on every rank, when a stop had been asked for.
+            JobFailed: on every rank, with the record of the first rank that failed, or the ranks that did not answer in
+                time.
+            GenerationDropped: instead, on every rank, if a stop was requested.
         """
         stop = watch.signals.request
         if failure is not None and watch.stop_was_asked():
@@ -160,10 +160,10 @@ class NodeGroups:
         if self._alone:
             if failure is not None:
                 raise JobFailed(failure) if stop is None else GenerationDropped(stop.why)
-            return [from_json(to_json(value, kind), kind)]  # as others would hear it
+            return [from_json(to_json(value, kind), kind)]  # as other ranks would receive it
         exchange = watch.note_exchange()
         if failure is not None and stop is None:
-            watch.report(failure)  # ranks that are stuck elsewhere hear of it too
+            watch.report(failure)  # ranks that are stuck elsewhere get it too
         try:
             answer = _Answer(failure=failure, stop=stop, value=to_json(value, kind))
             answers = [_Answer.loads(text) for text in self.all_gather(answer.dumps())]
@@ -190,13 +190,13 @@ class NodeGroups:
     # -- inside a node --------------------------------------------------------------------------------------------
 
     def gather(self, message: np.ndarray) -> list[np.ndarray]:
-        """Every rank's message, on the node's local main in local rank order; [] elsewhere. Over the node.
+        """Gather every rank's message on the node's local main, in local rank order; [] elsewhere. Over the node.
 
         Args:
-            message: [.] int32; the others' may have other lengths.
+            message: [.] int32; lengths may differ between ranks.
 
         Returns:
-            Each message with zeros behind it, up to the longest one's length.
+            Each message, padded with zeros to the longest one's length.
         """
         if self._alone:
             return [message]
@@ -210,13 +210,13 @@ class NodeGroups:
         return [part.numpy() for part in receive]
 
     def scatter(self, messages: list[np.ndarray]) -> np.ndarray:
-        """This rank's part of what the node's local main has for each of its ranks. Over the node.
+        """Send one message from the node's local main to each of its ranks. Over the node.
 
         Args:
             messages: [.] int32 each, in local rank order, on the local main; [] elsewhere.
 
         Returns:
-            The message, with whatever behind it.
+            This rank's message, followed by arbitrary padding.
         """
         if self._alone:
             return messages[0]
@@ -232,7 +232,7 @@ class NodeGroups:
     # -- between local mains --------------------------------------------------------------------------------------
 
     def all_gather_between_nodes(self, value: Any, kind: Any) -> list[Any]:
-        """A small value of every node, in their order. Over the local mains.
+        """Gather a small value of every node, in node order. Over the local mains.
 
         Args:
             kind: its type; see `grpo.place.wire.to_json`.
@@ -242,14 +242,14 @@ class NodeGroups:
     def exchange_between_nodes(
         self, outgoing: dict[int, np.ndarray], sources: Collection[int]
     ) -> dict[int, np.ndarray]:
-        """Messages from node to node. Over the local mains, each of which knows which others have one for it.
+        """Send messages between nodes. Over the local mains; each knows which others send to it.
 
         Args:
-            outgoing: [.] int32, by the node that gets it.
-            sources: the nodes that have a message for this one.
+            outgoing: [.] int32, by receiving node.
+            sources: nodes sending to this one.
 
         Returns:
-            What came, by the node that it came from.
+            Received messages, by sending node.
         """
         lengths = {node: torch.tensor([len(message)]) for node, message in outgoing.items()}
         expected = {node: torch.empty(1, dtype=torch.int64) for node in sources}
@@ -267,12 +267,12 @@ class NodeGroups:
 
 
 def as_one_node(launch: Launch) -> Launch:
-    """The job as if all its ranks were on one node; without engines nobody needs to know where they are."""
+    """Return the job as if all its ranks were on one node; without engines their placement does not matter."""
     return replace(launch, node=0, num_nodes=1, local_rank=launch.rank, local_world_size=launch.world_size)
 
 
 def all_gather_texts(text: str, group: Any) -> list[str]:
-    """The text of every rank of `group`, in its order. Collective over the group."""
+    """Gather a text from every rank of `group`, in order. Collective over the group."""
     mine = _to_tensor(text)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)
@@ -284,7 +284,7 @@ def all_gather_texts(text: str, group: Any) -> list[str]:
 
 
 def broadcast_text(text: str | None, source: int, group: Any) -> str:
-    """Global rank `source`'s text, on every rank of `group`. Collective over the group.
+    """Broadcast global rank `source`'s text to every rank of `group`. Collective over the group.
 
     Args:
         text: None on the other ranks.

@@ -1,4 +1,4 @@
-"""Makes gloo groups of some of the job's ranks: without a hang, within a deadline, and naming who did not come."""
+"""Creation of gloo groups of some of the job's ranks: no hang, a deadline, and the names of missing ranks."""
 
 import atexit
 import contextlib
@@ -19,8 +19,8 @@ from grpo.place.patches.torch import unbound_default_group
 
 _log = logging.getLogger(__name__)
 
-STUCK_S = 30.0  # beyond that: whoever waits without a deadline of its own is ended by the watch
-REST_S = 5.0  # at exit, for threads that have been given nothing to do any more
+STUCK_S = 30.0  # slack beyond that: the watch then ends a wait without a deadline of its own
+REST_S = 5.0  # at exit, for idle threads to settle
 
 _GLOO_THREAD = "pt_gloo_runloop"
 _SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
@@ -34,22 +34,22 @@ def new_gloo_groups(
     creation_timeout_s: float,
     watch: FailureWatch | None = None,
 ) -> list[dist.ProcessGroup | None]:
-    """A group for each list of global ranks. Collective over the job: every rank calls it with the same lists.
+    """Make a gloo group for each list of global ranks. Collective over the job: every rank passes the same lists.
 
     Args:
         timeout_s: of each operation on the groups.
-        creation_timeout_s: until all ranks have met in the new groups.
-        watch: is told when this rank is stuck where no deadline holds.
+        creation_timeout_s: limit until all ranks have joined the new groups.
+        watch: reports a rank stuck without a deadline.
 
     Returns:
         The groups, in order; None for those without this rank.
 
     Raises:
-        TimeoutError: names the ranks that did not come.
+        TimeoutError: names the missing ranks.
     """
     arrivals = dist.PrefixStore(
         f"grpo/groups/{next(_creations)}", dist.distributed_c10d._get_default_store().clone()
-    )  # a connection of its own: the job's is busy while the groups are made
+    )  # a separate connection: the job's is busy while the groups are made
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def name_missing(seconds: float) -> None:
@@ -67,7 +67,7 @@ def new_gloo_groups(
         )
         return f"the process groups were not made within {creation_timeout_s:.0f} s [GRPO-307]: {why}"
 
-    atexit.unregister(let_gloo_rest)  # once is enough
+    atexit.unregister(let_gloo_rest)  # register once
     atexit.register(let_gloo_rest)
     arrivals.set(f"rank{rank}", "here")
     groups: list[dist.ProcessGroup | None] = []
@@ -82,7 +82,7 @@ def new_gloo_groups(
             for ranks in memberships:
                 group = dist.new_group(list(ranks), timeout=timedelta(seconds=creation_timeout_s), backend="gloo")
                 groups.append(group if rank in ranks else None)
-    except RuntimeError as error:  # gloo's, and the store's
+    except RuntimeError as error:  # raised by gloo and by the store
         raise TimeoutError(f"{complaint()} ({str(error).splitlines()[0]})") from error
     for group in groups:
         if group is not None:
@@ -91,25 +91,27 @@ def new_gloo_groups(
 
 
 def let_gloo_rest() -> None:
-    """Until gloo's threads have let go of the last operation's tensors; at exit, while the interpreter is still whole.
+    """Wait until gloo's threads have released the tensors of the last operation; runs at exit, before the interpreter's
+    shutdown.
 
-    They do so a moment after `wait` has returned, later on a busy machine, and take the GIL for it. If the interpreter
-    is taking itself apart by then, the process aborts: a job that has finished would exit with 1 (torch 2.13,
-    https://github.com/pytorch/pytorch/issues/190489). Destroying a group ends its threads only where nothing holds it.
+    They do so a moment after `wait` has returned, later on a busy machine, and take the GIL for it. During interpreter
+    shutdown that aborts the process: a finished job would exit with 1 (torch 2.13,
+    https://github.com/pytorch/pytorch/issues/190489). Destroying a group ends its threads only if nothing else refers
+    to it.
 
-    Returns after `REST_S` at the latest: a thread may be in an operation whose peers have gone.
+    Returns after `REST_S` at the latest: a thread may be in an operation with lost peers.
     """
     deadline = time.monotonic() + REST_S
     before, now = None, _gloo_threads()
     while now and time.monotonic() < deadline:
         if now == before and all("sleeping" in state for state in now.values()):
             return
-        time.sleep(0.005)  # without the GIL: a thread that waits for it runs, and is not as before
+        time.sleep(0.005)  # releases the GIL: a thread waiting for it runs, and its counters change
         before, now = now, _gloo_threads()
 
 
 def _gloo_threads() -> dict[str, str]:
-    """State, and how often it began and stopped to run, of each thread that works for a gloo group."""
+    """State and context switches of each thread of a gloo group, by thread id."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has just ended
@@ -120,13 +122,13 @@ def _gloo_threads() -> dict[str, str]:
 
 
 def join_deepspeed(config: object) -> None:
-    """Let DeepSpeed know of the process group, where it is used and transformers has made one without it.
+    """Tell DeepSpeed of the process group, if it is used and transformers has made the group without it.
 
-    With `--deepspeed FILE` and no GPU it does (5.17), and DeepSpeed then takes a rank that loads a ZeRO-3 model for the
-    only one: "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size".
+    This happens with `--deepspeed FILE` and no GPU (5.17). DeepSpeed then takes a rank that loads a ZeRO-3 model for
+    the only one: "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size".
 
     Args:
-        config: DeepSpeed's, as the training arguments have it; none where it is not used.
+        config: DeepSpeed's, from the training arguments; None without DeepSpeed.
     """
     if not config or not dist.is_initialized():
         return
@@ -137,10 +139,10 @@ def join_deepspeed(config: object) -> None:
 
 
 def make_world_group(backend: str, *, timeout_s: float) -> None:
-    """Make the job's process group with a backend that was asked for, through DeepSpeed.
+    """Make the job's process group with the requested backend, through DeepSpeed.
 
-    transformers drops `ddp_backend` beside `--deepspeed FILE` (5.17), and takes the group that is there. `accelerate
-    launch` with DeepSpeed in its file needs none of this.
+    With `--deepspeed FILE` transformers drops `ddp_backend` (5.17), and uses an existing group. `accelerate launch`
+    with DeepSpeed in its file needs none of this.
     """
     import deepspeed
 

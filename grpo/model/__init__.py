@@ -1,1 +1,1 @@
-"""What a checkpoint's configuration, and a transformers model, say of themselves. Knows nothing of a job."""
+"""Facts read from a checkpoint's configuration and from a transformers model. Knows nothing of a job."""

@@ -1,4 +1,4 @@
-"""Messages as tokens, for conversations that grow: what was said stays the tokens that it was."""
+"""Tokens of growing multi-turn rollouts: earlier messages keep their sampled tokens."""
 
 import contextlib
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ _CHANGES = (
 
 
 class MessageTemplate:
-    """The chat template of a model, or TRL's for training where the model's own changes what was said.
+    """Chat template of a model, or TRL's training template if the model's own rewrites earlier messages.
 
     Args:
-        processor: a tokenizer or processor. Where it cannot read calls of tools, and TRL knows how, that is set
+        processor: a tokenizer or processor. If it cannot parse tool calls and TRL knows how, the schema is added
             (`add_response_schema`).
         kwargs: for the template.
 
     Raises:
-        ValueError: it has none, or none that only appends.
+        ValueError: there is no template, or none that only appends.
     """
 
     def __init__(self, processor: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -37,7 +37,7 @@ class MessageTemplate:
                 "tuned for conversations, or set the tokenizer's chat_template"
             )
         if not self._reads_calls:
-            with contextlib.suppress(ValueError):  # a template that TRL does not know
+            with contextlib.suppress(ValueError):  # a template unknown to TRL
                 add_response_schema(processor)
         self.template: str = processor.chat_template
         if self._keeps_prefixes():
@@ -50,26 +50,26 @@ class MessageTemplate:
             raise ValueError(f"{_CHANGES}; TRL's for training does it, too")
 
     def render(self, messages: list[Message], tools: Tools) -> list[int]:
-        """The tokens of a conversation, up to where the model goes on.
+        """Return the tokens of a multi-turn rollout, up to the start of the model's next message.
 
         Raises:
-            ValueError: there are tools, and calls could not be read out of what the model writes.
+            ValueError: tools are given, but the tokenizer cannot parse tool calls.
         """
         if tools and not self._reads_calls:
             raise ValueError("there are tools, but the tokenizer cannot read calls of them: set its response_template")
         return self._tokens(messages, tools=tools, add_generation_prompt=True)
 
     def suffix(self, messages: list[Message]) -> list[int]:
-        """The tokens of messages behind one of the model's, up to where it goes on.
+        """Return the tokens of messages after one of the model's, up to the start of its next message.
 
-        As TRL has it behind calls of tools (1.16, `_get_tool_suffix_ids`): what a template writes behind the end token
-        of a turn belongs to what follows.
+        Same as TRL after tool calls (1.16, `_get_tool_suffix_ids`): template text after a turn's end token belongs to
+        the suffix.
 
         Raises:
-            ValueError: they change how a message before them is written.
+            ValueError: the messages change how an earlier one is rendered.
         """
         before: list[Message] = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "dummy"}]
-        if messages[0]["role"] == "tool":  # some templates write the name that was called before what came of it
+        if messages[0]["role"] == "tool":  # some templates write the called name before the result
             call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
             before[1] = {"role": "assistant", "content": "", "tool_calls": [call]}
         prefix = self._tokens(before)
@@ -81,7 +81,7 @@ class MessageTemplate:
         return whole[len(prefix) :]
 
     def parse(self, token_ids: list[int], *, prefix: list[int], tools: Tools) -> Message:
-        """The message that the model has said; calls only where it was shown tools."""
+        """Parse the model's message; tool calls only if tools were given."""
         text = {"role": "assistant", "content": self._tokenizer.decode(token_ids, skip_special_tokens=True)}
         if not self._reads_calls:
             return text
@@ -99,10 +99,10 @@ class MessageTemplate:
         )
 
     def _keeps_prefixes(self) -> bool:
-        """Whether messages of users and, where the template has them, of tools are only put behind the others."""
+        """True if messages of users and, where the template has them, of tools are only appended."""
         try:
             self.suffix([{"role": "user", "content": "dummy"}])
-            with contextlib.suppress(TemplateError, TypeError):  # it has none
+            with contextlib.suppress(TemplateError, TypeError):  # no tool messages in this template
                 self.suffix([{"role": "tool", "name": "dummy", "content": "dummy"}])
         except ValueError:
             return False

@@ -1,4 +1,4 @@
-"""What a processor makes of prompts with images: the tokens that an engine takes, and a prompt for verifications."""
+"""Prompts with images after the processor: the token ids for an engine, and a test prompt for verification."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,31 +12,31 @@ from transformers import ProcessorMixin
 from grpo.model.pictures import encoded
 
 SIDE = 64
-"""Of a picture in a probe, in pixels; processors resize it."""
+"""Side of a probe's image in pixels; processors resize it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PictureProbe:
-    """One prompt with two different pictures in turn, and text behind them."""
+    """One prompt with each of two different images, followed by text."""
 
     token_ids: list[int]
-    """As an engine takes the prompt: with one placeholder for the image."""
+    """Prompt for an engine, with one placeholder for the image."""
     pictures: tuple[bytes, ...]
-    """One for each row of `inputs`, as files."""
+    """Images as file contents, one per row of `inputs`."""
     inputs: dict[str, torch.Tensor]
-    """What the processor makes of the rows, for the model's forward; `input_ids` and `attention_mask` [2, L]."""
+    """Processor's output for the model's forward; `input_ids` and `attention_mask` are [2, L]."""
     stand_in: dict[str, torch.Tensor]
-    """Of the first row alone."""
+    """Processor's output for the first row alone."""
     num_scored: int
-    """Tokens behind the image, whose log-probabilities depend on it."""
+    """Tokens after the image; their log-probabilities depend on it."""
 
 
 def engine_ids(processor: ProcessorMixin, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of prompts, with one placeholder for each image: engines expand them by themselves.
+    """Return token ids of prompts, with one placeholder per image: engines expand placeholders themselves.
 
     Args:
-        texts: what the chat template makes of the prompts. As transformers' processors do it, special tokens are added
-            unless the first text begins with them (5.17).
+        texts: prompts rendered by the chat template. Special tokens are added unless the first text begins with them,
+            as in transformers' processors (5.17).
     """
     tokenizer = processor.tokenizer
     begins = tokenizer.bos_token is not None and texts[0].startswith(tokenizer.bos_token)
@@ -44,19 +44,19 @@ def engine_ids(processor: ProcessorMixin, texts: Sequence[str]) -> list[list[int
 
 
 def rendered(processor: ProcessorMixin, prompts: Sequence[Any], **template: Any) -> list[str]:
-    """The text that the chat template makes of each conversation."""
+    """Render each multi-turn prompt by the chat template."""
     return processor.apply_chat_template([*prompts], add_generation_prompt=True, tokenize=False, **template)
 
 
 def picture_probe(processor: ProcessorMixin, text: str, **template: Any) -> PictureProbe:
-    """The same one on every rank.
+    """Build the probe; identical on every rank.
 
     Args:
-        text: ordinary text, behind the picture.
+        text: ordinary text after the image.
         template: variables of the chat template.
 
     Raises:
-        ValueError: the template lets no token follow an image.
+        ValueError: the template allows no token after an image.
     """
     noise = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
     images = [Image.fromarray(each) for each in (noise, 255 - noise // 4)]
@@ -90,6 +90,6 @@ def picture_probe(processor: ProcessorMixin, text: str, **template: Any) -> Pict
 
 
 def _equal_at_the_end(expanded: Sequence[int], given: Sequence[int]) -> int:
-    """How many tokens both end with."""
+    """Length of the common suffix of two token lists."""
     pairs = zip(reversed(expanded), reversed(given), strict=False)
     return next((count for count, (one, other) in enumerate(pairs) if one != other), min(len(expanded), len(given)))

@@ -1,7 +1,7 @@
-"""Pictures of prompts: which data have them, and how they travel between processes.
+"""Images in prompts: finding them in data, and sending them between processes.
 
-The word of the field is images; a multimodal prompt holds them in the column `image` or `images`, or in its messages.
-They travel as files without loss (PNG in RGB), so that engine and trainer see the same pixels.
+A multimodal prompt has images in the column `image` or `images`, or in its messages. They are sent as lossless files
+(PNG in RGB), so that engine and trainer see the same pixels.
 """
 
 import hashlib
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from PIL.Image import Image  # an engine host of a text model needs none
 
 COLUMNS = ("image", "images")
-"""Where TRL looks for a row's images (1.16)."""
+"""Columns where TRL looks for a row's images (1.16)."""
 
 
 def column_of_images(dataset: Any) -> str | None:
-    """The column of images that a data set has, if it says its columns."""
+    """Return the image column of a data set; None if it has none or does not list its columns."""
     return next((name for name in COLUMNS if name in (getattr(dataset, "column_names", None) or ())), None)
 
 
 def has_image_parts(dataset: Any) -> bool:
-    """Whether a data set says that parts of its prompts' messages may be images."""
+    """True if the data set's features allow images as parts of prompt messages."""
     return "image" in _names_in((getattr(dataset, "features", None) or {}).get("prompt"))
 
 
 def _names_in(feature: Any) -> set[str]:
-    """Of all fields inside of one."""
+    """Names of all fields nested in a feature."""
     inner = getattr(feature, "feature", feature)  # of a list
     if not isinstance(inner, Mapping):
         return set() if inner is feature else _names_in(inner)
@@ -35,24 +35,25 @@ def _names_in(feature: Any) -> set[str]:
 
 
 def parts_of(prompt: Any) -> list[Mapping[str, Any]]:
-    """The parts of which a conversation's messages are made; none of plain text."""
+    """Return the content parts of a prompt's messages; [] for plain text."""
     messages = [message for message in prompt if isinstance(message, Mapping)] if isinstance(prompt, Sequence) else []
     contents = [message.get("content") for message in messages]
     return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
 
 
 def images_of(prompt: Any) -> list[Any]:
-    """A conversation's images, in their order."""
+    """Return a prompt's images, in order."""
     return [part["image"] for part in parts_of(prompt) if part.get("type") == "image"]
 
 
 def kinds_of_parts(prompt: Any) -> set[str]:
-    """`text`, `image` and the like: the types of a conversation's parts."""
+    """Return the types of a prompt's parts: `text`, `image` and the like."""
     return {part["type"] for part in parts_of(prompt) if "type" in part}
 
 
 def with_list_of_images(row: Mapping[str, Any]) -> dict[str, Any]:
-    """With `images`, where there are columns of images: TRL hands processors None for a row without one (1.16)."""
+    """Return a row with the key `images`, if there is an image column: TRL gives processors None for a row without
+    (1.16)."""
     row = {**row, "prompt": _without_empty(row["prompt"])}
     if "images" in row:
         return {**row, "images": row["images"] or []}
@@ -60,7 +61,7 @@ def with_list_of_images(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_rgb(prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation whose images are PIL images in RGB."""
+    """Return a prompt with its images converted to PIL images in RGB."""
     return [
         {
             **message,
@@ -73,8 +74,8 @@ def in_rgb(prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def as_rgb(image: Any) -> "Image":
-    """A PIL image in RGB, of one in any mode, a path or an address, or what datasets makes of one inside of messages;
-    transparent parts are white, as vLLM has them."""
+    """Return a PIL image in RGB, from a PIL image, a path, a URL, or datasets' form inside messages. Transparent parts
+    become white, as in vLLM."""
     from PIL import Image
     from transformers.image_utils import load_image
 
@@ -89,14 +90,14 @@ def as_rgb(image: Any) -> "Image":
 
 
 def encoded(image: "Image") -> bytes:
-    """One file."""
+    """Return the image as PNG bytes."""
     file = io.BytesIO()
     image.save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
 def decoded(data: bytes) -> "Image":
-    """What `encoded` was given."""
+    """Return the image from the bytes of `encoded`."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(data))
@@ -105,12 +106,12 @@ def decoded(data: bytes) -> "Image":
 
 
 def digest(data: bytes) -> str:
-    """Names a picture: engines keep what they have made of it under this."""
+    """Hash of an image file: the key under which engines cache its features."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def shared(files: Iterable[bytes]) -> tuple[list[bytes], list[int]]:
-    """The different ones, and of each file the number of its equal among them.
+    """Return the distinct files, and for each file its index among them.
 
     Example:
         >>> shared([b"a", b"b", b"a"])
@@ -122,7 +123,7 @@ def shared(files: Iterable[bytes]) -> tuple[list[bytes], list[int]]:
 
 
 def _without_empty(prompt: Any) -> Any:
-    """Arrow gives all parts of all messages the same keys."""
+    """Drop None values from parts: Arrow gives all parts of all messages the same keys."""
     if isinstance(prompt, str):
         return prompt
     return [

@@ -1,8 +1,8 @@
-"""The text part of a multimodal checkpoint: what local mode trains of one, and what stays as it is.
+"""The text part of a multimodal checkpoint: the modules trained in local mode, and the frozen ones.
 
-Most checkpoints of today are `...ForConditionalGeneration`: a decoder for text, beside it towers for images, video or
-sound, and what projects from them. With text alone the towers never run: they are frozen, no engine loads them, and no
-weight sync carries them.
+Most current checkpoints are `...ForConditionalGeneration`: a text decoder, towers for images, video or sound, and
+projectors. With text-only prompts the towers never run: they are frozen, no engine loads them, and no weight sync sends
+them.
 """
 
 from collections.abc import Sequence
@@ -15,30 +15,30 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 PROCESSOR_FILES = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
-"""What a processor is read from, beside its tokenizer's files."""
+"""Files of a processor, apart from its tokenizer's."""
 
 _ATTENTION = frozenset(("full_attention", "sliding_attention", "chunked_attention", "attention"))
 
 
 def is_multimodal(config: Any) -> bool:
-    """Whether a model's configuration holds another one for its text."""
+    """True if a model's configuration has a separate one for text."""
     return config.get_text_config() is not config
 
 
 def is_hybrid(config: Any) -> bool:
-    """Whether there are layers with a recurrent state: linear attention, state spaces, convolutions."""
+    """True if there are layers with a recurrent state: linear attention, state spaces, convolutions."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     return not _ATTENTION.issuperset(kinds)
 
 
 def model_class(config: Any) -> Any:
-    """Whose `from_pretrained` TRL calls (1.16): the checkpoint's own class, where transformers has it."""
+    """Class whose `from_pretrained` TRL calls (1.16): the checkpoint's own class, if transformers has it."""
     return getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
 
 
 def model_without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
-    """The model that TRL loads for `config`, on the meta device."""
+    """Build the model that TRL loads for `config`, on the meta device."""
     found = model_class(config)
     with torch.device("meta"):
         if found is AutoModelForCausalLM:
@@ -47,10 +47,11 @@ def model_without_weights(config: Any, *, trust_remote_code: bool = False) -> An
 
 
 def tower_paths(model: Any) -> tuple[str, ...]:
-    """The outermost modules that take no part in text: `model.visual`, `model.multi_modal_projector`.
+    """Return the outermost modules outside the text part: `model.visual`, `model.multi_modal_projector`; () for a text
+    model.
 
     Args:
-        model: a transformers model, which may hold layers of PEFT's; none of a text model.
+        model: a transformers model, possibly with PEFT's layers.
     """
     if not _has_towers(model):
         return ()
@@ -67,7 +68,7 @@ def tower_paths(model: Any) -> tuple[str, ...]:
 
 
 def tower_tensors(model: Any) -> frozenset[str]:
-    """Names of the parameters and buffers that take no part in text; none of a text model."""
+    """Return names of parameters and buffers outside the text part; empty for a text model."""
     if not _has_towers(model):
         return frozenset()
     text = {id(each) for part in _text_parts(model) for each in (*part.parameters(), *part.buffers())}
@@ -76,15 +77,15 @@ def tower_tensors(model: Any) -> frozenset[str]:
 
 
 def count_towers(model: Any) -> int:
-    """How many parameters stand outside of the text part."""
+    """Count the parameters outside the text part."""
     return sum(_whole_size(parameter) for parameter in _tower_parameters(model))
 
 
 def freeze_towers(model: Any) -> int:
-    """Let nothing outside of the text part be trained.
+    """Freeze everything outside the text part.
 
     Returns:
-        How many parameters, of which none is trained now.
+        Number of frozen parameters.
     """
     for parameter in _tower_parameters(model):
         parameter.requires_grad_(False)
@@ -92,7 +93,7 @@ def freeze_towers(model: Any) -> int:
 
 
 def placeholder_ids(config: Any) -> set[int]:
-    """Ids of the tokens that stand for what is no text: `image_token_id`, `video_token_id` and the like."""
+    """Ids of the placeholder tokens for images, video and the like: `image_token_id`, `video_token_id`."""
     if not is_multimodal(config):
         return set()
     named = {name: value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index"))}
@@ -102,13 +103,13 @@ def placeholder_ids(config: Any) -> set[int]:
 def what_is_trained(
     class_name: str, towers: Sequence[str], tower_elements: int, *, takes_images: bool = False, freezes: bool = True
 ) -> str:
-    """One line for the screen.
+    """One line for the screen about frozen and trained parts.
 
     Args:
         class_name: of a multimodal model.
-        towers: as `tower_paths` gives them.
-        tower_elements: parameters of these.
-        freezes: whether these stay as they are.
+        towers: from `tower_paths`.
+        tower_elements: number of parameters in the towers.
+        freezes: the towers are frozen.
     """
     size = f"{tower_elements / 1e9:.1f} B" if tower_elements >= 5e7 else f"{tower_elements:,}"
     names = " and ".join(path.rpartition(".")[2] for path in towers)

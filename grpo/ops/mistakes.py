@@ -1,4 +1,5 @@
-"""Telling a mistake: one message from one rank, a record for torchrun and one for the scheduler, no traceback."""
+"""Report of a user's mistake: one message from one rank, a record for torchrun and one for the scheduler, no
+traceback."""
 
 import ast
 import contextlib
@@ -26,29 +27,29 @@ _log = logging.getLogger(__name__)
 
 MAX_LINES = 6
 TRACEBACK_VARIABLE = "GRPO_TRACEBACK"
-RANK_ZERO_S = 5.0  # that another rank gives rank 0 to tell first, before its own end makes the launcher end rank 0
+RANK_ZERO_S = 5.0  # other ranks let rank 0 report first: after their exit the launcher ends rank 0
 
 UNUSED = "Some specified arguments are not used by the HfArgumentParser"
-_IS_MISTAKE = "_grpo_is_mistake"  # on an error that is reported already
+_IS_MISTAKE = "_grpo_is_mistake"  # set on errors that are reported
 
 
 @dataclass(slots=True)
 class Teller:
-    """What `reporting_mistakes` knows of the job so far."""
+    """State of `reporting_mistakes`."""
 
     output_dir: Path | None
-    """Where `run_state.json` is written, as soon as it is known; None: the trainer alone does."""
+    """Folder for `run_state.json`, once known; None: only the trainer writes it."""
 
 
 @contextlib.contextmanager
 def reporting_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Teller]:
-    """Around a rank's whole program: tells what fails in it, once, and raises it on.
+    """Wrap a rank's whole program: report its failure once, and re-raise it.
 
-    A mistake, which is the user's or a device's memory, and ends the job: rank 0 writes at most `MAX_LINES` lines to
-    stderr, and the interpreter then ends with exit code 1 and without a traceback, unless GRPO_TRACEBACK=1. On every
-    rank torchelastic's error file gets the same message, which is what torchrun's summary shows. Other errors keep
-    their traceback, and are recorded for torchrun as its `@record` does. What ends the job stands in `run_state.json`.
-    Nests: the innermost one tells.
+    For a mistake (of the user, or out of device memory) that ends the job, rank 0 writes at most `MAX_LINES` lines to
+    stderr. The interpreter then exits with code 1 and without a traceback, unless GRPO_TRACEBACK=1. On every rank
+    torchelastic's error file gets the same message; torchrun shows it in its summary. Other errors keep their
+    traceback, and are recorded for torchrun as by its `@record`. Errors that end the job are written into
+    `run_state.json`. If nested, the innermost one reports.
     """
     teller = Teller(None if output_dir is None else Path(output_dir))
     _silence_what_is_reported()
@@ -63,13 +64,13 @@ def reporting_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Telle
 
 
 def message_of(error: BaseException) -> str:
-    """A mistake in at most `MAX_LINES` lines: value and fix, and where in the user's own code it was raised."""
+    """Return a mistake in at most `MAX_LINES` lines: value, fix, and the place in the user's own code."""
     if isinstance(error, JobFailed):
         own, record = error.__cause__, error.record
         if own is None or text_of(own) != record.cause:
             place = f" (rank {record.rank} on {record.host})" if record.rank else ""
             return _cut(record.cause.removeprefix(f"{ValueError.__name__}: ") + place, MAX_LINES)
-        return message_of(own)  # which says the same, of this rank
+        return message_of(own)  # says the same, of this rank
     if isinstance(error, SyntaxError):
         return _cut(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}", MAX_LINES)
     text = text_of(error)
@@ -82,7 +83,7 @@ def message_of(error: BaseException) -> str:
 
 
 def _with_near_flags(text: str) -> str:
-    """transformers' complaint of flags that it does not know, with those that were probably meant."""
+    """Replace transformers' complaint about unknown flags by one with suggestions."""
     from grpo.config import GRPOConfig
 
     known = [f"--{name}" for name in GRPOConfig.__dataclass_fields__]
@@ -104,7 +105,7 @@ def _tell(error: BaseException, output_dir: Path | None) -> None:
     message = text_of(error)
     if is_mistake:
         message = message_of(error) if not isinstance(error, SystemExit) else f"the script ended itself: {error}"
-        if rank == 0 and not isinstance(error, SystemExit):  # argparse, or the interpreter, says why
+        if rank == 0 and not isinstance(error, SystemExit):  # argparse, or the interpreter, has printed the reason
             sys.stderr.write(f"[grpo] {message}\n")
             _log.error("%s", message, extra=FILE_ONLY)
     note_failure(os.environ, message, kind_of(error))
@@ -122,7 +123,7 @@ def _shows_tracebacks() -> bool:
 def _place() -> tuple[int, int]:
     try:
         launch = read_launch(os.environ)
-    except ValueError:  # which may be the mistake
+    except ValueError:  # may be the mistake itself
         return 0, 0
     return launch.rank, launch.local_rank
 
@@ -133,17 +134,18 @@ def _error_file() -> Path | None:
 
 
 def _write_error_file(message: str, callstack: str) -> None:
-    """As torch's `ErrorHandler.record_exception` does, of which torchrun shows `py_callstack`; without torch."""
+    """Write torch's error file as `ErrorHandler.record_exception` does, without torch; torchrun shows
+    `py_callstack`."""
     file = _error_file()
     if file is None:
         return
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
-    with contextlib.suppress(OSError):  # it must not hide the error
+    with contextlib.suppress(OSError):  # must not hide the error
         write_atomically(file, json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def _await_rank_zero(local_rank: int) -> None:
-    """Until this node's first rank has reported: torchrun keeps the files of a node's ranks next to each other."""
+    """Wait for the report of this node's first rank: torchrun keeps the files of a node's ranks next to each other."""
     file = _error_file()
     if file is None or not local_rank:
         return
@@ -153,9 +155,9 @@ def _await_rank_zero(local_rank: int) -> None:
 
 
 class _Hook:
-    """An excepthook for what nobody catches: nothing more about what is reported, unless the traceback is asked for.
+    """An excepthook: silent on reported errors, unless tracebacks are requested.
 
-    The failure watch puts its own before it, and calls this one.
+    The failure watch installs its own before it, and calls this one.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a tool writes a model or a checkpoint: whether the place is free, and disk and memory suffice."""
+"""Checks before a tool writes a model or a checkpoint: the folder is free, disk and memory suffice."""
 
 import shutil
 from pathlib import Path
@@ -7,14 +7,28 @@ import psutil
 
 
 def check_free(out: Path, option: str) -> None:
-    """Raises ValueError unless `out` is a new or an empty folder. `option`: how it is named."""
+    """Check that `out` is a new or an empty folder.
+
+    Args:
+        option: name of the option in the error.
+
+    Raises:
+        ValueError: it is not.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "is not empty" if out.is_dir() else "is a file"
         raise ValueError(f"{out} {what}: give {option} that is new or empty, or remove it")
 
 
 def check_disk(out: Path, num_bytes: int, *, what: str, option: str) -> None:
-    """Raises OSError where the disk of `out` cannot hold so much. `what`: with its verb."""
+    """Check the disk space for `out`.
+
+    Args:
+        what: subject and verb of the error, such as "the checkpoint takes".
+
+    Raises:
+        OSError: less than `num_bytes` is free.
+    """
     existing = next(parent for parent in out.parents if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
@@ -25,7 +39,11 @@ def check_disk(out: Path, num_bytes: int, *, what: str, option: str) -> None:
 
 
 def check_memory(num_bytes: int) -> None:
-    """Raises ValueError where this host's memory cannot hold a model of so much."""
+    """Check this host's memory for a model of `num_bytes`.
+
+    Raises:
+        ValueError: less is available.
+    """
     available = psutil.virtual_memory().available
     if available < num_bytes:
         raise ValueError(

@@ -1,5 +1,4 @@
-"""Who is here, and where: launcher, devices, a node's topology, the log of a process, patches of other libraries.
+"""Identity and location of a process: launcher, devices, topology of its node, log, patches of other libraries.
 
-Every other package may import it; it imports none.
-It must not know engines, weights, prompts or TRL.
+Every other package may import it; it imports none. It must not know engines, weights, prompts or TRL.
 """

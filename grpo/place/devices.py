@@ -1,8 +1,8 @@
-"""Which GPUs this process has, by the names that an engine's CUDA_VISIBLE_DEVICES takes; and why it has none.
+"""GPUs of this process, by the names for an engine's CUDA_VISIBLE_DEVICES; errors for missing ones.
 
     python -m grpo.place.devices [--config_file FILE] ARGUMENTS OF train.py...
 
-prints how many GPUs torch sees, for the scripts in launch/, and ends with 1 where none is a mistake.
+prints the number of GPUs torch sees, for the scripts in launch/. It exits with 1 if GPUs are expected and missing.
 """
 
 import os
@@ -18,7 +18,7 @@ _BESIDE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # of ROCm alone
 
 
 class DeviceMistake(ValueError):
-    """GPUs that are missing, or that engines cannot be given."""
+    """GPUs are missing, or engines cannot use them."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(f"{what}: {fix}")
@@ -26,25 +26,26 @@ class DeviceMistake(ValueError):
 
 
 def visible_devices(env: Mapping[str, str]) -> tuple[str, ...]:
-    """`device_tokens` of the GPUs that torch counts, without initialising CUDA."""
+    """Return `device_tokens` of the GPUs torch counts, without initialising CUDA."""
     import torch
 
     return device_tokens(env, torch.cuda.device_count(), rocm=torch.version.hip is not None)
 
 
 def device_tokens(env: Mapping[str, str], device_count: int, *, rocm: bool = False) -> tuple[str, ...]:
-    """What to write into a child's CUDA_VISIBLE_DEVICES for each of this process's `device_count` GPUs, in their order.
+    """Return one entry for a child's CUDA_VISIBLE_DEVICES per GPU of this process, in device order.
 
-    A child's value replaces the inherited one, so device i of this process is the inherited list's entry i (an id or a
-    GPU UUID), not "i". The list ends at the first entry that is negative, of another kind, or there already; what else
-    CUDA refuses (a device that does not exist; the whole list when an entry repeats) only `device_count` tells: entries
-    beyond it are dropped.
+    A child's value replaces the inherited one: device i of this process is entry i of the inherited list (an id or a
+    GPU UUID), not "i". As in CUDA, the list ends at the first negative entry, entry of another kind, or duplicate. CUDA
+    refuses more than that (a device that does not exist; the whole list if an entry repeats), so entries beyond
+    `device_count` are dropped.
 
     Args:
-        rocm: whether torch is built for ROCm.
+        rocm: torch is built for ROCm.
 
     Raises:
-        DeviceMistake: entries are fewer than devices; they are MIG slices; or, with `rocm`, another list stands beside.
+        DeviceMistake: there are fewer entries than devices; entries are MIG slices; or, with `rocm`,
+            HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES is set as well.
     """
     if rocm:
         _refuse_other_lists(env)
@@ -84,10 +85,11 @@ def device_tokens(env: Mapping[str, str], device_count: int, *, rocm: bool = Fal
 
 
 def _refuse_other_lists(env: Mapping[str, str]) -> None:
-    """An engine's list is its CUDA_VISIBLE_DEVICES, which HIP reads as well, unless there is a list of HIP's own.
+    """Refuse HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES: engines get their GPUs by CUDA_VISIBLE_DEVICES.
 
-    Beside HIP_VISIBLE_DEVICES vLLM stops ("Inconsistent GPU visibility env vars", 0.31, platforms/rocm.py), beside
-    ROCR_VISIBLE_DEVICES torch passes over it (2.13, `_parse_visible_devices`) while HIP counts it from that list.
+    HIP reads CUDA_VISIBLE_DEVICES too, unless one of its own lists is set. With HIP_VISIBLE_DEVICES set, vLLM stops
+    ("Inconsistent GPU visibility env vars", 0.31, platforms/rocm.py). With ROCR_VISIBLE_DEVICES set, torch ignores
+    CUDA_VISIBLE_DEVICES (2.13, `_parse_visible_devices`), while HIP counts relative to ROCR's list.
     """
     found = {name: env[name] for name in _BESIDE if env.get(name)}
     if not found:
@@ -102,7 +104,7 @@ def _refuse_other_lists(env: Mapping[str, str]) -> None:
 
 
 def torch_build() -> str | None:
-    """What torch is built for: 'CUDA 12.9', 'ROCm 7.0'; None for a build without GPUs."""
+    """Backend torch is built for: 'CUDA 12.9', 'ROCm 7.0'; None for a build without GPUs."""
     import torch
 
     if torch.version.hip is not None:
@@ -111,9 +113,10 @@ def torch_build() -> str | None:
 
 
 def count_gpus(env: Mapping[str, str], *, use_cpu: bool) -> int:
-    """`seen_gpus` of a job that is about to start.
+    """Return `seen_gpus` for a job about to start, and check the GPUs' needs: driver, C compiler, Python.h.
 
-    Raises DeviceMistake as that does, and where GPUs lack what a first kernel needs: driver, C compiler, Python.h.
+    Raises:
+        DeviceMistake: as `seen_gpus`, or one of these needs is missing.
     """
     count = seen_gpus(env, use_cpu=use_cpu)
     if count and (unmet := unmet_needs(torch_build(), env)):
@@ -123,18 +126,19 @@ def count_gpus(env: Mapping[str, str], *, use_cpu: bool) -> int:
 
 
 def seen_gpus(env: Mapping[str, str], *, use_cpu: bool) -> int:
-    """GPUs of a job on this machine: 0 with `use_cpu`, or where accelerate was told so (ACCELERATE_USE_CPU).
-
-    Raises DeviceMistake where torch is built for GPUs and sees none, or where engines cannot be given what it sees.
+    """Count the GPUs of a job on this machine: 0 with `use_cpu`, or if accelerate asks for CPUs (ACCELERATE_USE_CPU).
 
     Args:
-        use_cpu: whether the user has asked for CPUs, wherever that is written.
+        use_cpu: the user asked for CPUs, in any file or flag.
+
+    Raises:
+        DeviceMistake: torch is built for GPUs and sees none, or engines cannot use those it sees.
     """
     if use_cpu or is_on(env.get("ACCELERATE_USE_CPU")) or (build := torch_build()) is None:
         return 0
     import torch
 
-    # It counts some by NVML where the driver is too old to use them.
+    # With a driver too old to use them, `device_count` still counts some by NVML.
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device_tokens(env, count, rocm=build.startswith("ROCm"))
     if count:

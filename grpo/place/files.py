@@ -1,6 +1,6 @@
-"""What a job's own files and flags ask for before anything of it runs: CPUs, a backend, number formats.
+"""Settings a job's files and flags ask for, read before the job runs: CPUs, a backend, number formats.
 
-For the scripts in launch/ and for the doctor, which load neither TRL nor transformers: `grpo plan` reads all of it.
+For the scripts in launch/ and for the doctor, which load neither TRL nor transformers. `grpo plan` reads all of them.
 """
 
 import argparse
@@ -22,30 +22,30 @@ FORMATS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "fp32"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What stands in the files and on the command line."""
+    """Settings from the files and the command line."""
 
     use_cpu: bool
-    """Whether any of them says so: the launcher's file, the training file, or a flag."""
+    """True if the launcher's file, the training file or a flag asks for CPUs."""
     backend: str | None
     """`ddp_backend`; None: nccl with GPUs, gloo without."""
     dtypes: tuple[str, ...]
-    """Of the tensors that the ranks exchange, as torch names them; float32 is always among them."""
+    """Dtypes of the tensors exchanged by ranks, by torch's names; always includes float32."""
     reserved_gpus: int | None
     """`vllm_reserved_gpus`."""
     tensor_parallel_size: int | None
     """`vllm_tensor_parallel_size`."""
     dataset_config: str | None
     has_engines: bool
-    """Whether the nodes host engines: not in TRL's own modes."""
+    """True if the nodes host engines; False in TRL's own modes."""
 
 
 def read_wishes(arguments: Sequence[str], *, config_file: str | None = None, reads_files: bool = True) -> Wishes:
-    """What a job with these arguments of `train.py` will be.
+    """Read the settings of a job with these arguments of `train.py`.
 
     Args:
-        arguments: flags go before the file that `--config` names; others than those that are read here are ignored.
-        config_file: the launcher's file, or DeepSpeed's; may stand among the arguments.
-        reads_files: False: those that the arguments name are another script's, and may be anything.
+        arguments: command line. Flags override the file named by `--config`; unknown flags are ignored.
+        config_file: the launcher's file, or DeepSpeed's; may also be among the arguments.
+        reads_files: False for another script's arguments: files they name may be anything, so none is read.
 
     Raises:
         ValueError: a file cannot be read.
@@ -88,20 +88,24 @@ def read_wishes(arguments: Sequence[str], *, config_file: str | None = None, rea
 
 
 def _count(training: dict[str, Any], name: str) -> int | None:
-    """None where it is not set; what is no number is for the trainer to refuse."""
+    """Return a count, or None if unset or not a number; the trainer refuses the latter."""
     value = training.get(name)
     return int(str(value)) if str(value).isdigit() else None
 
 
 def add_job_arguments(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
-    """The options by which a command is told of a job; `wishes_of` reads them."""
+    """Add the options that describe a job to a command; `wishes_of` reads them."""
     parser.add_argument("--config_file", metavar="FILE", help="of the launcher: accelerate's, or DeepSpeed's")
     parser.add_argument("--config", metavar="FILE", help="the training file of train.py")
     parser.add_argument("train_flags", nargs="*", metavar="-- FLAGS", help="flags of train.py, after `--`")
 
 
 def wishes_of(args: argparse.Namespace) -> Wishes | None:
-    """None when the command was told of no job. Raises ValueError for a file that cannot be read, or a stray word."""
+    """Read the job's settings; None if the command names no job.
+
+    Raises:
+        ValueError: a file cannot be read, or a word is neither an option nor its value.
+    """
     if args.train_flags and not args.train_flags[0].startswith("-"):
         raise ValueError(f"{args.train_flags[0]} is no option; flags of train.py follow behind ` -- `")
     if not (args.config_file or args.config or args.train_flags):
@@ -111,7 +115,7 @@ def wishes_of(args: argparse.Namespace) -> Wishes | None:
 
 
 def _dtypes(training: dict[str, Any], mixed_precision: str, deepspeed: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """float32 (norms, losses, and gradients where they are reduced in it), and what weights and gradients travel in."""
+    """Dtypes in collectives: float32 (norms, losses, gradients reduced in it), and those of weights and gradients."""
     fp16 = is_on(training.get("fp16"))
     bf16 = not fp16 and bool(training.get("model_name_or_path"))  # the defaults: TRL's, and those of the demo
     if training.get("bf16") is not None:
@@ -124,7 +128,7 @@ def _dtypes(training: dict[str, Any], mixed_precision: str, deepspeed: Sequence[
 
 
 def _read(file: Any, option: str = "") -> dict[str, Any]:
-    """A YAML or JSON file's mapping; what is a mapping already stays as it is. `option`: as for `read_settings`."""
+    """Return the mapping in a YAML or JSON file; a mapping is returned as it is. `option`: as in `read_settings`."""
     if not isinstance(file, str):
         return file or {}
     if file.lstrip().startswith("{"):
@@ -133,14 +137,14 @@ def _read(file: Any, option: str = "") -> dict[str, Any]:
 
 
 def read_settings(file: str, option: str = "", *, takes_json: bool = True) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file.
+    """Return the mapping in a YAML or JSON file.
 
     Args:
-        option: by which it was named: for the message, and because `--config` and `--config_file` are mixed up.
-        takes_json: whether its reader takes JSON that is no YAML, for it is indented with tabs.
+        option: the flag that named the file: for the message, and because `--config` and `--config_file` are mixed up.
+        takes_json: the file's reader accepts JSON that is not valid YAML, such as JSON indented with tabs.
 
     Raises:
-        ValueError: it cannot be read, in one line with the place of what is wrong; or it is the other option's.
+        ValueError: the file cannot be read (one line with the position of the error), or belongs to the other option.
     """
     what = f"{option} {file}".strip()
     found = _parse(read_text(Path(file), what), what, takes_json=takes_json)
@@ -155,7 +159,11 @@ def read_settings(file: str, option: str = "", *, takes_json: bool = True) -> di
 
 
 def read_text(path: Path, what: str) -> str:
-    """A file's text. Raises ValueError, which says why `what` cannot be read and which file is there."""
+    """Return a file's text.
+
+    Raises:
+        ValueError: the file cannot be read. The message has the reason, and a similar name from the same folder.
+    """
     try:
         return path.read_text()
     except FileNotFoundError:
@@ -167,7 +175,8 @@ def read_text(path: Path, what: str) -> str:
 
 
 def settings_of(argv: Sequence[str]) -> dict[str, Any]:
-    """What stands in the file that `--config` names on a command line; {} without one. Raises as `read_settings`."""
+    """Return the settings of the file named by `--config` on a command line; {} without one. Raises as
+    `read_settings`."""
     if "--config" in argv[-1:]:
         raise ValueError("--config is followed by no file: write --config FILE.yaml")
     file = flag_of(argv, "config")
@@ -175,7 +184,7 @@ def settings_of(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def flag_of(argv: Sequence[str], name: str) -> str | None:
-    """The value of `--name` on a command line that may not parse."""
+    """Return the value of `--name` on a command line, even an invalid one."""
     words = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--") else [arg])]
     return dict(itertools.pairwise(words)).get(f"--{name}")
 
@@ -212,5 +221,5 @@ def _parse_json(text: str, what: str) -> dict[str, Any]:
 
 
 def is_on(value: Any) -> bool:
-    """`true` as files and command lines write it; DeepSpeed's `auto` follows another setting."""
+    """True for `true` as files and command lines write it. DeepSpeed's `auto` is False: another setting decides."""
     return str(value).lower() in ("true", "1", "yes", "y", "on", "t")

@@ -1,8 +1,8 @@
-"""What GPUs need beside them: a driver that is new enough, and for Triton's kernels a C compiler and Python.h.
+"""Software needed by GPUs: a recent driver, and for Triton's kernels a C compiler and Python.h.
 
-And what engines on CPUs need: libnuma. All are missed late otherwise: torch asks the driver at its first CUDA call, and
-before its first kernel, minutes into the start, Triton compiles a module in C (3.7 and 3.9, `runtime/build.py`), in
-engines and in ranks.
+Engines on CPUs need libnuma. Without these checks all of them fail late: torch asks the driver at its first CUDA call;
+Triton compiles a C module before its first kernel, minutes into the start (3.7 and 3.9, `runtime/build.py`), in engines
+and in ranks.
 """
 
 import ctypes
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 OLDEST_BRANCH = {11: 450, 12: 525, 13: 580}
-"""Of the driver, by CUDA's major version; all its minor versions run on that branch.
+"""Oldest branch of the driver by CUDA's major version; all minor versions run on it.
 https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 
 class Unmet(NamedTuple):
-    """One thing that is not as GPUs need it."""
+    """One unmet need of GPUs."""
 
     what: str
     fix: str
@@ -28,12 +28,12 @@ class Unmet(NamedTuple):
 def unmet_needs(
     build: str | None, env: Mapping[str, str], *, driver: str | None = None, include: Path | None = None
 ) -> list[Unmet]:
-    """What a node with GPUs lacks to run a first kernel; empty where it has all.
+    """List a first kernel's unmet needs on this node; empty without any.
 
     Args:
-        build: what torch is built for, 'CUDA 13.0'; of another than CUDA the driver is not judged.
-        env: CC, PATH, CPATH and C_INCLUDE_PATH count.
-        driver: its version, '580.65.06'; '' is not judged. None: the one that is loaded.
+        build: the backend torch is built for, 'CUDA 13.0'. The driver is checked for CUDA alone.
+        env: CC, PATH, CPATH and C_INCLUDE_PATH are read.
+        driver: version of the driver, '580.65.06'; '' skips the check. None: the loaded driver's.
         include: the folder of Python.h. None: this Python's.
     """
     needs = (
@@ -45,9 +45,9 @@ def unmet_needs(
 
 
 def unmet_cpu_need() -> Unmet | None:
-    """What a node without GPUs lacks to run vLLM's kernels; None where it has all.
+    """Return the unmet need of vLLM's CPU kernels on this node; None if met.
 
-    vLLM's own import of them fails with a warning alone, and its worker later by an operator that is not there (0.31).
+    vLLM only warns when importing its kernels fails; its worker fails later, on a missing operator (0.31).
     """
     try:
         ctypes.CDLL("libnuma.so.1")
@@ -60,7 +60,7 @@ def unmet_cpu_need() -> Unmet | None:
 
 
 def read_driver() -> str:
-    """Version of the NVIDIA driver that the kernel has loaded, '580.65.06'; '' where it has none, or does not say."""
+    """Version of the loaded NVIDIA driver, '580.65.06'; '' if there is none or its version is unknown."""
     try:
         return _DRIVER_VERSION.read_text().strip()
     except OSError:
@@ -68,19 +68,19 @@ def read_driver() -> str:
 
 
 def needed_branch(build: str | None) -> int | None:
-    """The oldest branch of the driver that serves a torch built for `build`; None where that is not known."""
+    """Oldest driver branch that supports a torch built for `build`; None if unknown."""
     return OLDEST_BRANCH.get(_cuda_major(build))
 
 
 def _cuda_major(build: str | None) -> int:
-    """13 of 'CUDA 13.0'; 0 of what is none."""
+    """Major version: 13 for 'CUDA 13.0'; 0 for builds without CUDA."""
     maker, _, version = (build or "").partition(" ")
     return int(version.partition(".")[0]) if maker == "CUDA" else 0
 
 
 def served_cuda() -> int:
-    """The major version of CUDA that libcuda serves: a newer one than the driver's own with a package cuda-compat. 0
-    where there is no libcuda. Does not initialise CUDA."""
+    """Major CUDA version supported by libcuda; above the driver's own with a cuda-compat package. 0 without libcuda.
+    Does not initialise CUDA."""
     try:
         libcuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -91,7 +91,7 @@ def served_cuda() -> int:
 
 
 def nccl_doubt(env: Mapping[str, str]) -> Unmet | None:
-    """A setting of NCCL with which an engine's death may end the trainer too; None where there is none."""
+    """Return an NCCL setting with which a dying engine may take the trainer down; None if all is well."""
     value = env.get("NCCL_CUMEM_ENABLE", "")
     if value.strip() != "0":
         return None
@@ -119,7 +119,7 @@ def _unmet_driver(build: str | None, driver: str) -> Unmet | None:
 
 
 def _unmet_compiler(env: Mapping[str, str]) -> Unmet | None:
-    """Triton takes CC alone where it is set, and looks for no `cc`."""
+    """Check for a C compiler as Triton does: CC alone if it is set; `cc` is never tried."""
     named, path = env.get("CC"), env.get("PATH")
     names = ("gcc", "clang") if named is None else (named,)
     if any(shutil.which(name, path=path) for name in names):
@@ -132,7 +132,7 @@ def _unmet_compiler(env: Mapping[str, str]) -> Unmet | None:
 
 
 def _include_folder() -> Path:
-    """As Triton asks for it: Debian's own scheme names a folder without headers."""
+    """Folder of Python.h as Triton finds it: Debian's own scheme names a folder without headers."""
     scheme = sysconfig.get_default_scheme()
     return Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme))
 

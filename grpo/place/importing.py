@@ -1,4 +1,4 @@
-"""The import of large libraries: what takes a fifth of its time is left out, what they print for nobody silenced."""
+"""Faster, quieter imports of large libraries: garbage collection paused, messages without use for the user silenced."""
 
 import contextlib
 import gc
@@ -12,9 +12,9 @@ from grpo.place.same_everywhere import built_for_another_torch
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Around the import of TRL or vLLM and all that they bring along.
+    """Context manager around the import of TRL or vLLM and their dependencies.
 
-    Python's garbage collector walks over all that has been imported, again and again, and finds next to nothing.
+    Pauses Python's garbage collector: it would scan all imported objects over and over, and find next to nothing.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -38,15 +38,16 @@ _SILENCED = (
 
 
 def quiet() -> None:
-    """Silence them in this process. Loads none of the libraries; may be called again."""
+    """Silence known messages of libraries in this process. Loads none of them; may be called again."""
     for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops", "accelerate.accelerator"):
         logging.getLogger(name).addFilter(_is_for_somebody)
-    # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates: a line for each place, in the progress bar.
+    # DeepSpeed 0.19 calls collectives by names deprecated in torch 2.13: one warning per call site, into the progress
+    # bar.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
 def _is_for_somebody(record: logging.LogRecord) -> bool:
-    # Where there is no GPU. Where one was meant to be, `devices.count_gpus` ends the job; where none was, the trainer
-    # says that it runs on CPUs. A kernel for packed weights of four bits, which no layer uses (`compute_in`). And the
-    # steps of accumulation, which transformers counts by itself: accelerate has 1 of them in any run, and says so.
+    # These messages are noise. Without a GPU: if one was expected, `devices.count_gpus` ends the job; otherwise the
+    # trainer logs "on CPUs". A kernel for packed 4-bit weights: no layer uses it (`compute_in`). Accumulation steps:
+    # transformers counts them itself, so accelerate always has 1 and warns in every run.
     return not record.getMessage().startswith(_SILENCED)

@@ -1,6 +1,6 @@
-"""What the launcher says: torchrun's variables, and what accelerate was asked to start.
+"""The launcher's settings: torchrun's variables, and the arguments of `accelerate launch`.
 
-The one place that reads torchrun's variables.
+The only module that reads torchrun's variables.
 """
 
 import json
@@ -13,19 +13,19 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-LINE_VARIABLE = "GRPO_LAUNCH_LINE"  # the line that `grpo launch` has become, and the pid that runs it
+LINE_VARIABLE = "GRPO_LAUNCH_LINE"  # command line of the launcher that `grpo launch` runs, and its pid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the launcher told this process."""
+    """This process's place in the job, from the launcher."""
 
     rank: int
-    """In the job, 0 .. world_size - 1."""
+    """Global rank, 0 .. world_size - 1."""
     world_size: int
     """Training processes of the job."""
     local_rank: int
-    """On the node, 0 .. local_world_size - 1."""
+    """Rank on the node, 0 .. local_world_size - 1."""
     local_world_size: int
     """Training processes of this node."""
     node: int
@@ -33,10 +33,10 @@ class Launch:
     num_nodes: int
     """Torchrun agents of the job."""
     launched: bool = True
-    """False when there was no launcher: one process that was started with `python`."""
+    """False without a launcher: one process, started with `python`."""
     ranks_by_node: tuple[int, ...] = ()
-    """Training processes of each node, once the nodes have exchanged them; before, each is taken to have as many as
-    this one."""
+    """Training processes of each node, once the nodes have exchanged them. Before that, every node is assumed to have
+    as many as this one."""
 
     @property
     def is_local_main(self) -> bool:
@@ -44,27 +44,29 @@ class Launch:
 
     @property
     def node_ranks(self) -> range:
-        """Ranks of this node, in the job; the first one is the local main."""
+        """Global ranks of this node; the first one is the local main."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_world_size)
 
     def nodes(self) -> list[range]:
-        """The ranks of every node; the first one of each is its local main."""
+        """Return the ranks of every node; the first one of each is its local main."""
         counts = self.ranks_by_node or (self.local_world_size,) * self.num_nodes
         return [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 def host_name(env: Mapping[str, str]) -> str:
-    """Slurm's name of this machine, by which a job can leave it out; elsewhere its host name."""
+    """Return Slurm's name of this machine (a job can exclude it by this name), else its host name."""
     return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
-    """Reads torchrun's variables (`accelerate launch` runs torchrun and sets the same ones).
+    """Read torchrun's variables; `accelerate launch` runs torchrun and sets the same ones.
 
-    GROUP_RANK and GROUP_WORLD_SIZE may be missing: they are then worked out, as if every node had LOCAL_WORLD_SIZE
-    consecutive ranks. Raises ValueError when variables are missing, are no numbers or contradict each other. Nodes
-    may differ in size: only `check_nodes` sees all of them.
+    If GROUP_RANK and GROUP_WORLD_SIZE are missing, they are derived, assuming LOCAL_WORLD_SIZE consecutive ranks on
+    every node. Nodes may differ in size; only `check_nodes` sees all of them.
+
+    Raises:
+        ValueError: variables are missing, are not numbers or contradict each other.
     """
     required = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     names = (*required, "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -110,29 +112,29 @@ def read_launch(env: Mapping[str, str]) -> Launch:
 
 
 def head_address() -> str:
-    """Where the ranks of all nodes reach the job's store, on the node of rank 0."""
+    """Address of the job's store, on the node of rank 0."""
     return os.environ.get("MASTER_ADDR") or "127.0.0.1"
 
 
 LAUNCH_FOLDER = "grpo-launch-"
-"""How the name of a launch's own folder for temporary files begins."""
+"""Prefix of a launch's own folder for temporary files."""
 
 
 def agent_pid() -> int | None:
-    """Of torchrun's agent, which has started this process; None when it was started by other means."""
+    """Pid of the torchrun agent that started this process; None without one."""
     return os.getppid() if os.environ.get("TORCHELASTIC_RUN_ID") else None
 
 
 def agent_folder() -> Path | None:
-    """What `grpo launch` has for temporary files, the ranks' error files among them; None under another launcher."""
+    """Folder of `grpo launch` for temporary files, such as the ranks' error files; None under another launcher."""
     parents = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or "/").parents
     return next((folder for folder in parents if folder.name.startswith(LAUNCH_FOLDER)), None)
 
 
 def parent_argv() -> list[str]:
-    """The command line of the launcher that started this process; [] when it cannot be read.
+    """Return the command line of the launcher that started this process; [] if it cannot be read.
 
-    `grpo launch` runs another launcher's code and says here by which line.
+    `grpo launch` runs another launcher's code and passes that launcher's line in `LINE_VARIABLE`.
     """
     try:
         reported = json.loads(os.environ.get(LINE_VARIABLE) or "{}")
@@ -145,10 +147,10 @@ def parent_argv() -> list[str]:
 
 
 def accelerate_request(argv: Sequence[str]) -> tuple[int | None, int | None]:
-    """(num_processes, num_machines) that an `accelerate launch` command line asked for; None for what it left open.
+    """Return (num_processes, num_machines) of an `accelerate launch` command line; None for a value it leaves open.
 
-    As accelerate does: the command line goes before the config file, and without --config_file the default one is read
-    unless --cpu is given. (None, None) when `argv` is another command.
+    Follows accelerate: flags override the config file, and without --config_file the default file is read unless --cpu
+    is given. (None, None) if `argv` is another command.
     """
     args, config = _read_request(argv)
     asked = {name: getattr(args, name, None) for name in ("num_processes", "num_machines")}
@@ -157,19 +159,19 @@ def accelerate_request(argv: Sequence[str]) -> tuple[int | None, int | None]:
 
 
 def asks_for_cpu(argv: Sequence[str]) -> bool:
-    """Whether a command line is `accelerate launch --cpu`, or its file says `use_cpu: true`.
+    """True for `accelerate launch --cpu`, and for a file with `use_cpu: true`.
 
-    Accelerate tells its ranks by ACCELERATE_USE_CPU, but not those that it starts with DeepSpeed (1.15).
+    Accelerate sets ACCELERATE_USE_CPU for its ranks, but not for those it starts with DeepSpeed (1.15).
     """
     args, config = _read_request(argv)
     return bool(getattr(args, "cpu", False) or getattr(args, "use_cpu", False) or getattr(config, "use_cpu", False))
 
 
 def check_is_for_cpus(argv: Sequence[str]) -> None:
-    """Of an `accelerate launch` command line on a machine without a GPU, where nobody has asked for CPUs.
+    """Check an `accelerate launch` command line on a machine without GPUs, for a job that did not ask for CPUs.
 
     Raises:
-        ValueError: it is for GPUs. DeepSpeed would say that later, and in other words.
+        ValueError: the line is for GPUs. DeepSpeed would fail later, with a less helpful message.
     """
     args, config = _read_request(argv)
     precision = getattr(args, "mixed_precision", None) or getattr(config, "mixed_precision", None)
@@ -181,8 +183,10 @@ def check_is_for_cpus(argv: Sequence[str]) -> None:
 
 
 def _read_request(argv: Sequence[str]) -> tuple[Any, Any]:
-    """The parsed options of an `accelerate launch` command line, and the file that it reads; None for what there is
-    not: another command, no file, one that cannot be read, one that is not for machines of one's own."""
+    """Return the parsed options of an `accelerate launch` command line, and its config file.
+
+    Each is None if missing: another command, no file, an unreadable one, or one for managed machines.
+    """
     arguments = _accelerate_arguments(argv)
     if arguments is None:
         return None, None
@@ -192,19 +196,20 @@ def _read_request(argv: Sequence[str]) -> tuple[Any, Any]:
 
     try:
         args = launch_command_parser().parse_args(arguments)
-    except SystemExit:  # argparse's way to refuse; accelerate has already taken this line, so it was no such line
+    except SystemExit:  # argparse refuses by exiting; accelerate accepted its line, so this is another command
         return None, None
     if args.config_file is None and (args.cpu or not os.path.isfile(default_config_file)):
         return args, None
     try:
         config = load_config_from_file(args.config_file)
-    except OSError:  # a relative path, and the script has changed its directory: nothing can be said
+    except OSError:  # a relative path, and the script has changed its directory: the file is unknown
         return args, None
     return args, config if config.compute_environment == ComputeEnvironment.LOCAL_MACHINE else None
 
 
 def _accelerate_arguments(argv: Sequence[str]) -> list[str] | None:
-    """What follows `accelerate launch` in the command line of a process, with or without the interpreter before it."""
+    """Return the arguments after `accelerate launch`, with or without the interpreter in front; None for another
+    command."""
     words = list(argv)
     if words and Path(words[0]).name.startswith("python"):
         del words[0]
@@ -223,9 +228,9 @@ def _accelerate_arguments(argv: Sequence[str]) -> list[str] | None:
 
 
 def check_accelerate_request(num_processes: int | None, num_machines: int | None, launch: Launch) -> None:
-    """Raises ValueError when accelerate started fewer processes than it was asked for.
+    """Raise ValueError if accelerate started fewer processes than asked for.
 
-    It starts `num_processes // num_machines` on every node and says nothing about the rest.
+    It starts `num_processes // num_machines` on every node and drops the remainder silently.
     """
     if num_processes is None or num_machines is None or num_machines < 1 or num_processes % num_machines == 0:
         return

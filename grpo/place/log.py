@@ -1,12 +1,12 @@
-"""The log of a process: a logger for each package, one file for each process, written by a thread of its own.
+"""The log of a process: a logger per package, one file per process, written by its own thread.
 
-`logs/<role>-node<k>-<i>.attempt-<n>.log` gets what the loggers below `grpo` are given, in lines like
+`logs/<role>-node<k>-<i>.attempt-<n>.log` gets the records of all loggers below `grpo`, in lines like
 
     2026-11-23T22:51:07.412Z DEBUG rank-node1-1 MainThread grpo.weights.delivery: weight sync 3 begins: policy version 2
 
-A thread that logs puts a line into a bounded queue, and never touches a file or waits: a folder that hangs costs
-records, which are counted, and nothing else. Lines wait in the queue until the folder is known. Only the standard
-library is needed: sentinels and engine hosts log, too.
+Logging puts a line into a bounded queue, and never touches a file or waits: a hanging folder costs records, which are
+counted, and nothing else. Lines wait in the queue until the folder is known. Needs the standard library alone, because
+sentinels and engine hosts log too.
 """
 
 import atexit
@@ -27,27 +27,27 @@ VARIABLE = "GRPO_LOG"  # `debug`, or packages: `weights,engine`, `weights=debug,
 MAX_WAITING = 10_000  # lines in the queue: more than ranks write in hours at INFO
 MAX_BATCH = 500  # lines in one write
 MAX_LINE = 20_000  # characters; a failure record has 16,000
-END_S = 2.0  # for what waits when the process ends as it should
-FLUSH_S = 0.5  # for what waits when a process ends itself
-SAY_S = 1.0  # for a line to standard error, whose reader may be stopped
+END_S = 2.0  # to write the rest of the queue at a normal exit
+FLUSH_S = 0.5  # to write the rest of the queue before a process ends itself
+SAY_S = 1.0  # for one line to standard error, whose reader may be stopped
 
-# What `extra=` says of a record; the screen shows others from INFO on, of rank 0.
+# Values for `extra=`. By default the screen shows records of rank 0 from INFO on.
 FILE_ONLY = {"on_screen": False}
-"""It is not shown, whatever its level: the thread may not wait for a screen, or the user reads it elsewhere."""
+"""Keep a record off the screen at any level: the thread may not wait for a screen, or the user reads it elsewhere."""
 EVERY_RANK = {"on_screen": True}
-"""It is shown from whichever rank it is."""
+"""Show a record of any rank on the screen."""
 
 _RECORD = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]{12}Z [A-Z]+ \S+ \S+ grpo\.")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-_Line = tuple[str, str]  # what stands before the name of the process, and what behind it
+_Line = tuple[str, str]  # text before the process's name, and text after it
 _Item = _Line | Path | threading.Event
 
 _log = logging.getLogger(__name__)
 
 
 class UnlockedHandler(logging.Handler):
-    """A handler without logging's lock: a thread that another one interrupts there would hold it for good."""
+    """A handler without logging's lock: a thread interrupted while holding it would never release it."""
 
     def createLock(self) -> None:
         self.lock = None
@@ -59,25 +59,26 @@ class UnlockedHandler(logging.Handler):
 
 
 class LogFile(UnlockedHandler):
-    """Writes records to the file of this process. Any thread may log, and a signal handler: it waits for no lock.
+    """Handler of this process's log file. Any thread or signal handler may log; none waits for a lock.
 
     Args:
-        max_waiting: lines in the queue; of more, records are dropped.
+        max_waiting: most lines in the queue; further records are dropped.
     """
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         super().__init__()
         self.num_dropped = 0
-        """Records that are in no file, and of which no file says so yet. Changed by `+=` alone, which the GIL of
-        CPython 3.11 to 3.13 does not interrupt."""
+        """Records dropped and not yet reported in a file. Changed only by `+=`, which is atomic under the GIL of
+        CPython 3.11 to 3.13."""
         self.path: Path | None = None
         self._max_waiting = max_waiting
         self._begin_anew()
         os.register_at_fork(after_in_child=self._begin_anew)
 
     def _begin_anew(self) -> None:
-        """Also in a forked child, which has its parent's file and none of its threads."""
-        # `SimpleQueue` is in C: an exception that another thread raises in this one finds no lock held.
+        """Reset the queue and the thread; also in a forked child, which has its parent's file and none of its
+        threads."""
+        # `SimpleQueue` is in C: an exception that another thread raises in this one leaves no lock held.
         self._waiting: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.num_dropped = 0
@@ -90,7 +91,7 @@ class LogFile(UnlockedHandler):
             text = record.getMessage()
             if record.exc_info:
                 text += "\n" + logging.Formatter().formatException(record.exc_info)
-        except Exception as error:  # noqa: BLE001  a record that cannot be shown is no reason to fail
+        except Exception as error:  # noqa: BLE001  a record that cannot be formatted is no reason to fail
             text = f"{record.msg!r} cannot be formatted: {type(error).__name__}: {error}"
         text = text[:MAX_LINE].rstrip().replace("\n", "\n    ")
         thread = (record.threadName or "?").replace(" ", "-")
@@ -99,7 +100,8 @@ class LogFile(UnlockedHandler):
             self._start(self.path)
 
     def open(self, path: Path) -> None:
-        """Write to this file from now on, and first what waits. Its name up to the first dot is in every line."""
+        """Write to this file from now on, starting with the queued lines. Every line has the file's name up to its
+        first dot."""
         is_first, self.path = self._thread is None, path
         if is_first:
             self._pid = os.getpid()
@@ -112,7 +114,8 @@ class LogFile(UnlockedHandler):
         self._thread.start()
 
     def flush_within(self, timeout_s: float) -> bool:
-        """Whether all that was logged before is written; waits so long at most. Before `open` there is no file."""
+        """Wait until all earlier records are written; return False on timeout or if records were dropped. True before
+        `open`."""
         if self._thread is None:
             return True
         is_done = threading.Event()
@@ -121,7 +124,7 @@ class LogFile(UnlockedHandler):
 
     @property
     def num_missing(self) -> int:
-        """Records that are in no file yet."""
+        """Records not yet in any file."""
         return self.num_dropped + self._waiting.qsize()
 
     # -- the thread -----------------------------------------------------------------------------------------------
@@ -146,7 +149,7 @@ class LogFile(UnlockedHandler):
             self._append(path, lines)
 
     def _append(self, path: Path, lines: list[_Line]) -> None:
-        """The file is opened for each batch: its folder may be new, or its disk have been full, a moment ago."""
+        """Append lines. Opens the file for each batch: its folder may be new, or a full disk may have space again."""
         if not lines:
             return
         dropped = self.num_dropped
@@ -173,12 +176,12 @@ _WHY = "the log could not be written, or not as fast as they came"
 
 
 def is_record(line: str) -> bool:
-    """Whether a line of an engine's log is one of ours; others are vLLM's."""
+    """True if a line of an engine's log is ours; other lines are vLLM's."""
     return _RECORD.match(line) is not None
 
 
 def _time(at: float) -> str:
-    """In UTC: nodes may live in other time zones."""
+    """Format a time in UTC: nodes may be in different time zones."""
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(at))}.{int(at * 1000) % 1000:03d}Z"
 
 
@@ -188,13 +191,13 @@ _file: LogFile | None = None
 
 
 def start_log(level: int | None = None) -> None:
-    """Have the loggers below `grpo` take records, which wait for `open_log`. Again to set another level.
+    """Let the loggers below `grpo` take records, which are queued until `open_log`. Call again to set another level.
 
-    They hand nothing on to the root logger, which is the script's: a handler there would show again what is on the
-    screen already.
+    Nothing is propagated to the root logger, which belongs to the script: a handler there would repeat records on the
+    screen.
 
     Args:
-        level: of what the variable does not name; None: as it is, at first INFO.
+        level: level of loggers not named by the variable. None: unchanged, at first INFO.
     """
     global _file
     ours = logging.getLogger("grpo")
@@ -211,10 +214,10 @@ def start_log(level: int | None = None) -> None:
 
 
 def log_name(role: str, *, node: int, attempt: int, index: int | None = None) -> str:
-    """Of a process's file, so that a job that is started again does not go on in the file of the attempt before.
+    """Name of a process's log file. It has the attempt, so that a restarted job does not append to the earlier file.
 
     Args:
-        index: which of its role on the node: a rank's number in the job, an engine's on the node.
+        index: number within the role: a global rank, or an engine's number on the node.
     """
     which = "" if index is None else f"-{index}"
     return f"{role}-node{node}{which}.attempt-{attempt}.log"
@@ -224,7 +227,7 @@ def open_log(path: Path, about: str = "") -> None:
     """Write this process's log to `path`, `<role>-node<k>-<i>.attempt-<n>.log` in the run's `logs`.
 
     Args:
-        about: this process, for the first line.
+        about: description of this process, for the first line.
     """
     start_log()
     assert _file is not None
@@ -236,7 +239,7 @@ def open_log(path: Path, about: str = "") -> None:
 
 
 def flush_log(timeout_s: float = FLUSH_S) -> None:
-    """For a thread that is about to end the process: what has been logged may be written, within the time."""
+    """Write queued records, for at most `timeout_s`. For a thread about to end the process."""
     if _file is not None:
         _file.flush_within(timeout_s)
 
@@ -256,7 +259,7 @@ def _say(line: str) -> None:
 
 
 def check_log_variable(env: Mapping[str, str]) -> None:
-    """Raises ValueError when the variable names what is no package or level."""
+    """Raise ValueError if the variable names an unknown package or level."""
     _, wrong = _levels(env)
     if wrong:
         packages = sorted(path.parent.name for path in _PACKAGE.glob("*/__init__.py"))
@@ -267,7 +270,7 @@ def check_log_variable(env: Mapping[str, str]) -> None:
 
 
 def _levels(env: Mapping[str, str]) -> tuple[dict[str, int], str]:
-    """Levels by logger, as the variable has them, and the first word of it that is none."""
+    """Parse the variable: levels by logger, and the first invalid word ("" if there is none)."""
     found, wrong = {}, ""
     for word in filter(None, (word.strip() for word in env.get(VARIABLE, "").split(","))):
         name, _, level = word.partition("=")

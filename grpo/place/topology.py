@@ -1,7 +1,7 @@
-"""Who this process is, which devices its node has, and which of them are reserved for engines.
+"""Topology: this process's rank, the devices of its node, and those reserved for engines.
 
-`launch` reads torchrun's variables, `devices` CUDA_VISIBLE_DEVICES; the plan itself (`plan_node`) is a pure function of
-what was read.
+`launch` reads torchrun's variables and `devices` CUDA_VISIBLE_DEVICES; the plan (`plan_node`) is a pure function of
+both.
 """
 
 import os
@@ -26,20 +26,20 @@ from grpo.place.same_everywhere import read_settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTopology(Launch):
-    """One rank's view of its node. All ranks of a node have the same devices and the same engines."""
+    """One rank's view of its node. All ranks of a node see the same devices and engines."""
 
     host: str
     """Host name; two nodes (agents) may run on one host."""
     devices: tuple[str, ...]
-    """The node's GPUs as CUDA_VISIBLE_DEVICES names them; local rank i trains on the i-th; empty on CPU."""
+    """GPUs of the node as CUDA_VISIBLE_DEVICES names them; local rank i trains on the i-th; empty on CPU."""
     reserved_devices: tuple[str, ...]
-    """The last of `devices`, on which no rank trains; empty on CPU."""
+    """Last entries of `devices`, on which no rank trains; empty on CPU."""
     engines: tuple[tuple[str, ...], ...]
-    """The devices of each engine of this node, `tensor_parallel_size` of them; on CPU an empty tuple per engine."""
+    """Devices of each engine of this node, `tensor_parallel_size` of them; on CPU an empty tuple per engine."""
     tensor_parallel_size: int
     """Devices per engine; on CPU, worker processes per engine."""
     settings: tuple[tuple[str, str], ...] = ()
-    """Versions and variables that must be the same everywhere, by name."""
+    """Versions and variables that must be equal on all nodes, by name."""
     engines_by_node: tuple[int, ...] = ()
     """Engines of each node, once the nodes have exchanged them."""
 
@@ -49,7 +49,7 @@ class NodeTopology(Launch):
 
     @property
     def engines_differ(self) -> bool:
-        """Whether the rows of a node's ranks are more for its engines than on another node."""
+        """True if the ratio of ranks to engines differs between nodes."""
         nodes = zip(self.ranks_by_node, self.engines_by_node, strict=True)
         return len({Fraction(ranks, engines) for ranks, engines in nodes}) > 1
 
@@ -65,12 +65,17 @@ def plan_node(
     num_key_value_heads: int | None = None,
     host: str | None = None,
 ) -> NodeTopology:
-    """Gives the first devices to the training ranks and the last ones to the engines.
+    """Assign the node's first devices to training ranks and the last ones to engines.
 
-    The settings are the user's `vllm_reserved_gpus` (None: all GPUs on which no rank trains),
-    `vllm_tensor_parallel_size` and `vllm_engines_per_node` (None: as many as fit; without GPUs, one). Head counts are
-    those of the model, where known. Raises ValueError when no placement follows from them; the local main warns when
-    GPUs stay idle.
+    Args:
+        reserved_gpus: `vllm_reserved_gpus`. None: all GPUs on which no rank trains.
+        tensor_parallel_size: `vllm_tensor_parallel_size`.
+        engines_per_node: `vllm_engines_per_node`. None: as many as fit; without GPUs, one.
+        num_attention_heads: of the model, if known.
+        num_key_value_heads: of the model, if known.
+
+    Raises:
+        ValueError: no placement is possible. For idle GPUs the local main warns.
     """
     host = host_name(os.environ) if host is None else host
     _check_tensor_parallel(tensor_parallel_size, num_attention_heads, num_key_value_heads)
@@ -101,7 +106,8 @@ def plan_node(
 
 
 def _check_tensor_parallel(size: int, num_attention_heads: int | None, num_key_value_heads: int | None) -> None:
-    """vLLM splits attention by heads; key-value heads are split, or copied when devices outnumber them."""
+    """Check tensor parallelism: vLLM splits attention by heads; key-value heads are split, or copied for more
+    devices."""
     if size < 1:
         raise ValueError(f"vllm_tensor_parallel_size is {size}: an engine needs at least 1 device")
     key_value_heads = num_key_value_heads or num_attention_heads or size
@@ -126,7 +132,7 @@ def _count_reserved(
     engines_per_node: int | None,
     host: str,
 ) -> int:
-    """GPUs of this node that go to engines; num_gpus >= 1. Raises ValueError when ranks and engines do not fit."""
+    """Number of GPUs of this node for engines; num_gpus >= 1. Raises ValueError if ranks and engines do not fit."""
     ranks, size = launch.local_world_size, tensor_parallel_size
     if reserved_gpus is not None and reserved_gpus < 1:
         raise ValueError(
@@ -177,7 +183,7 @@ def _count_reserved(
 
 
 def _too_many_ranks(launch: Launch, num_gpus: int, reserved_gpus: int | None, size: int, host: str) -> str:
-    """The number of processes to write: the error that a first run on a new cluster ends in."""
+    """Error text with the right number of processes: the usual error of a first run on a new cluster."""
     reserved = reserved_gpus or size
     nodes = f"{launch.num_nodes} node{'s' if launch.num_nodes > 1 else ''} x {num_gpus} GPUs"
     fit = num_gpus - reserved
@@ -208,9 +214,9 @@ def read_topology(
     num_key_value_heads: int | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> NodeTopology:
-    """This rank's topology, from the environment and the GPUs that torch counts (without initialising CUDA).
+    """Read this rank's topology from the environment and the GPUs torch counts, without initialising CUDA.
 
-    Local: speaks to no other rank; `check_nodes` compares the results. Raises ValueError as the parts do.
+    Local: communicates with no other rank; `check_nodes` compares the results. Raises ValueError as its parts do.
     """
     launch = read_launch(env)
     if launch.launched:

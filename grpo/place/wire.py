@@ -1,6 +1,6 @@
-"""Values that go from process to process as JSON: whoever receives one says what it is, and gets nothing else.
+"""JSON between processes: the receiver names the expected type, and gets nothing else.
 
-Never pickles, which run what their sender wants run: the job's store and gloo's sockets ask nobody for a password.
+No pickles, which can run the sender's code: the job's store and gloo's sockets are not authenticated.
 """
 
 from functools import cache
@@ -15,16 +15,20 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def to_json(value: Any, kind: Any) -> str:
-    """`value` as JSON.
+    """Serialise `value` as JSON.
 
     Args:
-        kind: its type, as an annotation says it: `int | None`, a dataclass, a tuple or dict of these.
+        kind: its type as an annotation: `int | None`, a dataclass, a tuple or dict of these.
     """
     return _adapter(kind).dump_json(value, ensure_ascii=True).decode()
 
 
 def from_json(text: str | bytes, kind: Any) -> Any:
-    """Raises ValueError where `text` is no value of this type, or one that another version wrote."""
+    """Parse JSON as a value of type `kind`.
+
+    Raises:
+        ValueError: `text` is not of this type, or another version wrote it.
+    """
     try:
         return _adapter(kind).validate_json(text)
     except ValidationError as error:
@@ -35,7 +39,7 @@ def from_json(text: str | bytes, kind: Any) -> Any:
 
 
 class Wire:
-    """A record that goes from process to process as JSON."""
+    """Mixin for records sent between processes as JSON."""
 
     __slots__ = ()
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "ser_json_inf_nan": "constants"}
@@ -45,5 +49,5 @@ class Wire:
 
     @classmethod
     def loads(cls, text: str | bytes) -> Self:
-        """Raises ValueError for what another version of this class wrote."""
+        """Parse a record. Raises ValueError if another version of this class wrote it."""
         return from_json(text, cls)

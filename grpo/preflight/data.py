@@ -1,4 +1,4 @@
-"""Can the data be trained on: a column of prompts, and a first row that the chat template and the engines take."""
+"""Checks of the data: a column of prompts, and a first row accepted by the chat template and the engines."""
 
 import itertools
 import time
@@ -13,16 +13,16 @@ from grpo.model.pictures import in_rgb, kinds_of_parts
 
 LONG_PROMPTS_S = 30.0
 SAMPLED_ROWS = 256
-TEMPLATE_TOKENS = 64  # that a chat template adds to a message, a system prompt of its own among them
+TEMPLATE_TOKENS = 64  # added to a message by a chat template, its own system prompt included
 
 _MEANT = ("question", "query", "problem", "instruction", "input", "text", "messages", "conversations", "conversation")
 
 
 def check_columns(dataset: Any, setting: str) -> None:
-    """That a data set has prompts; a mapping of data sets is one that each has them.
+    """Check that a data set has prompts; in a mapping, that every data set has them.
 
     Raises:
-        ValueError: names the columns that there are.
+        ValueError: names the existing columns.
     """
     parts = dataset.items() if isinstance(dataset, Mapping) else [(None, dataset)]
     for name, part in parts:
@@ -40,10 +40,10 @@ def check_columns(dataset: Any, setting: str) -> None:
 
 
 def check_enough_rows(dataset: Any, args: GRPOConfig) -> None:
-    """That one generation batch can be filled; the sampler leaves out what does not fill one.
+    """Check that there are rows for one generation batch; the sampler drops incomplete ones.
 
     Raises:
-        ValueError: with the numbers.
+        ValueError: has the numbers.
     """
     prompts = args.generation_batch_size // args.num_generations + args.spare_groups
     if hasattr(dataset, "__len__") and len(dataset) < prompts:
@@ -55,16 +55,16 @@ def check_enough_rows(dataset: Any, args: GRPOConfig) -> None:
 
 
 def first_row(dataset: Any) -> dict[str, Any]:
-    """The row that stands for all.
+    """Return the first row, which stands for all in later checks.
 
     Raises:
-        ValueError: there is none, or its prompt is neither text nor a conversation.
+        ValueError: there is none, or its prompt is neither text nor messages.
     """
     try:
         row = next(iter(dataset))
     except StopIteration:
         raise ValueError("train_dataset has no rows: look at its split and at what filters it") from None
-    if "prompt" not in row:  # of a data set that does not say its columns
+    if "prompt" not in row:  # of a data set that does not list its columns
         raise ValueError(f"the first row of train_dataset has no 'prompt', but {', '.join(map(repr, row))}")
     prompt = row["prompt"]
     if not isinstance(prompt, str) and not _is_conversation(prompt):
@@ -85,14 +85,14 @@ def first_row(dataset: Any) -> dict[str, Any]:
 def prompt_ids(
     row: Mapping[str, Any], tokenizer: Any, args: GRPOConfig, tools: Sequence[Any] | None = None
 ) -> list[int]:
-    """The first prompt as tokens, of which there are not too many.
+    """Return the first prompt's token ids, and check their number.
 
     Args:
-        tokenizer: or a processor, where prompts come with images.
-        tools: what the template describes beside the prompt.
+        tokenizer: or a processor, for prompts with images.
+        tools: described by the template, beside the prompt.
 
     Raises:
-        ValueError: no chat template for a conversation, or a prompt that leaves no room for a completion.
+        ValueError: messages without a chat template, or a prompt without room for a completion.
     """
     prompt, limit = row["prompt"], args.vllm_max_model_length
     name = getattr(tokenizer, "tokenizer", tokenizer).name_or_path
@@ -130,13 +130,13 @@ def prompt_ids(
 
 
 def check_prompt_lengths(dataset: Any, tokenizer: Any, args: GRPOConfig, tools: Sequence[Any] | None = None) -> None:
-    """That every prompt leaves room for a sampled token; of data that is streamed or made on the fly, the first ones.
+    """Check that every prompt leaves room for a sampled token; for streamed or generated data, only the first ones.
 
-    A prompt has at most as many tokens as bytes, and what its template adds: only those that may be too long are
-    tokenized, for `LONG_PROMPTS_S` at most.
+    A prompt has at most as many tokens as bytes, plus its template's: only prompts that may be too long are tokenized,
+    for at most `LONG_PROMPTS_S`.
 
     Raises:
-        ValueError: says how many are too long, and what to write.
+        ValueError: has the number of overlong prompts, and the fix.
     """
     limit = args.vllm_max_model_length
     if limit is None:
@@ -173,7 +173,7 @@ def _most_tokens(prompt: Any) -> int:
 
 
 def prompt_tokens(prompt: Any, tokenizer: Any, args: GRPOConfig, tools: Sequence[Any] | None = None) -> list[int]:
-    """A prompt as tokens, as TRL makes them (1.16, `_tokenize_prompts`)."""
+    """Return a prompt's token ids, as in TRL (1.16, `_tokenize_prompts`)."""
     if not is_conversational({"prompt": prompt}):
         return tokenizer(prompt)["input_ids"]
     settings = {"add_generation_prompt": True, "tokenize": True, "tools": tools or None}
@@ -182,7 +182,8 @@ def prompt_tokens(prompt: Any, tokenizer: Any, args: GRPOConfig, tools: Sequence
 
 
 def _keeps_content(prompt: Any, tokenizer: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether any message's text is in what the template makes of it; templates may change one, such as a system's."""
+    """True if the rendered prompt contains the text of any message; templates may change some, such as a system
+    prompt."""
     contents = [content.strip() for message in prompt if isinstance(content := message.get("content"), str)]
     text = tokenizer.apply_chat_template(prompt, tokenize=False, **kwargs)
     return not any(contents) or any(content in text for content in contents if content)

@@ -1,4 +1,4 @@
-"""Do the data have images, and does everything else that was given go with them."""
+"""Checks for images in the data, and that the other arguments support them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,18 +14,18 @@ from grpo.preflight.data import first_row
 
 
 def takes_images(inputs: Mapping[str, Any]) -> bool:
-    """Whether prompts come with images: in a column of a data set, or in the messages of the first row. Of a multimodal
-    model the text part alone is trained otherwise.
+    """True if prompts have images, in a column of a data set or in the first row's messages. Otherwise only the text
+    part of a multimodal model is trained.
 
     Args:
         inputs: the trainer's arguments.
 
     Raises:
-        ValueError: names what does not go with images, and the way out.
+        ValueError: names the argument without support for images, and the fix.
     """
     args: GRPOConfig = inputs["args"]
     config = readable_config(base_of(inputs["model"]), args)
-    is_of_text = config is not None and not is_multimodal(config)  # one that cannot be read fails later, in words
+    is_of_text = config is not None and not is_multimodal(config)  # an unreadable one fails later, with a message
     where = _where(inputs, may_say_so=not is_of_text)
     if where is None:
         return False
@@ -59,10 +59,10 @@ def takes_images(inputs: Mapping[str, Any]) -> bool:
 
 
 def _where(inputs: Mapping[str, Any], *, may_say_so: bool) -> str | None:
-    """Where there are images, in words.
+    """Describe where the images are; None without any.
 
     Args:
-        may_say_so: whether it is enough that a data set's types leave space for images in messages.
+        may_say_so: count a data set whose types allow images in messages.
     """
     for setting in ("train_dataset", "eval_dataset"):
         data = inputs[setting]

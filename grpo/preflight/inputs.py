@@ -1,4 +1,4 @@
-"""What a trainer is given, looked at before its model is loaded and its engines start."""
+"""Checks of a trainer's arguments, before its model is loaded and its engines start."""
 
 import asyncio
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ from grpo.preflight.versions import warn_of_untested
 
 
 def check_inputs(inputs: Mapping[str, Any]) -> None:
-    """What each rank sees for itself in the trainer's arguments, in no time.
+    """Check the trainer's arguments on each rank; fast, and without communication.
 
     Raises:
-        ValueError: names the argument and the way out.
+        ValueError: names the argument and the fix.
     """
     args: GRPOConfig = inputs["args"]
     if isinstance(inputs["model"], str):
@@ -61,19 +61,19 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRow:
-    """What became of the first row."""
+    """Results of `try_first_row`."""
 
     text: list[int] = field(default_factory=list)
-    """Token ids of its prompt, without those that stand for images; none where an environment gives the prompts."""
+    """Token ids of the first row's prompt, without image placeholders; empty if an environment gives the prompts."""
     reward_loop: asyncio.AbstractEventLoop | None = None
-    """As `try_rewards` returns it."""
+    """Event loop from `try_rewards`."""
 
 
 def try_first_row(inputs: Mapping[str, Any]) -> FirstRow:
-    """The first row on its way through tokenizer and rewards. On one rank; seconds.
+    """Try the first row with tokenizer and rewards. On one rank; takes seconds.
 
     Raises:
-        ValueError: names what does not work, and in the user's own code the line.
+        ValueError: names the cause, and in the user's own code the line.
     """
     warn_of_untested()
     args: GRPOConfig = inputs["args"]
@@ -86,18 +86,18 @@ def try_first_row(inputs: Mapping[str, Any]) -> FirstRow:
     if getattr(inputs["rollout_func"], "speaks_in_messages", False):  # agents
         MessageTemplate(tokenizer, args.chat_template_kwargs)
     if inputs["environment_factory"]:
-        return FirstRow()  # which gives prompts, and what rewards read, only where there are engines
+        return FirstRow()  # which gives prompts, and the columns for rewards, only with engines
     row = with_list_of_images(first_row(inputs["train_dataset"]))
     if inputs["tools"]:
         check_conversational(row)
     ids = prompt_ids(row, tokenizer, args, inputs["tools"])
     text = ids
-    if isinstance(tokenizer, ProcessorMixin):  # how long a prompt with images is, its text does not say
+    if isinstance(tokenizer, ProcessorMixin):  # the text does not give the length of a prompt with images
         config = readable_config(base_of(inputs["model"]), args)
         marks = {*tokenizer.tokenizer.all_special_ids, *(set() if config is None else placeholder_ids(config))}
         text = [token for token in ids if token not in marks]
     else:
         check_prompt_lengths(inputs["train_dataset"], tokenizer, args, inputs["tools"])
     if inputs["rollout_func"] is not None or not args.check_rewards:
-        return FirstRow(text=text)  # a rollout function gives rewards more than the data set has
+        return FirstRow(text=text)  # a rollout function gives rewards more columns than the data set has
     return FirstRow(text=text, reward_loop=try_rewards(inputs["reward_funcs"], row, ids, args))

@@ -1,4 +1,4 @@
-"""LoRA, looked at before anything is started: what is adapted, and on which way that reaches the engines."""
+"""Checks of LoRA before anything starts: adapted layers, and the way of adapters to the engines."""
 
 import contextlib
 import copy
@@ -16,9 +16,9 @@ from grpo.config.models import VLLM_LORA_RANKS, AdapterSlot, base_of, compute_dt
 from grpo.model.four_bit import quantises_head
 from grpo.model.text_part import is_multimodal, model_without_weights, tower_paths
 
-# What PEFT starts from zero change, whose base is the checkpoint (0.21). Others change the base, or need data.
+# PEFT's initialisations with a zero change and the checkpoint as base (0.21). Others change the base, or need data.
 STARTS = (True, False, "gaussian", "orthogonal")
-# Kinds of LoRA that neither way serves.
+# Kinds of LoRA that are not supported either way.
 KINDS = (
     "layer_replication",
     "trainable_token_indices",
@@ -32,7 +32,7 @@ KINDS = (
     "use_bdlora",
     "lora_bias",
 )
-# Architectures whose classes in vLLM have no LoRA (0.31).
+# Architectures without LoRA in vLLM (0.31).
 WITHOUT_LORA = (
     "BloomForCausalLM",
     "Cohere2MoeForCausalLM",
@@ -53,11 +53,11 @@ WITHOUT_LORA = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraChoice:
-    """How adapters reach the engines."""
+    """Way of adapters to the engines."""
 
     way: Literal["adapter", "merge"]
     why: str
-    """Why not by themselves; '' where they do."""
+    """Reason against sending adapters alone; '' if they are."""
     slot: AdapterSlot
 
     def __str__(self) -> str:
@@ -70,14 +70,14 @@ class LoraChoice:
 def choose_lora(
     model: Any, peft_config: Any, quantization_config: Any, args: GRPOConfig, *, has_gpus: bool
 ) -> LoraChoice | None:
-    """What `vllm_lora` comes to; None for a model without adapters.
+    """Resolve `vllm_lora`; None for a model without adapters.
 
     Args:
-        model: a name, a transformers model, or one that PEFT has wrapped.
-        quantization_config: as `settle_quantisation` leaves it.
+        model: a name, a transformers model, or a PEFT model.
+        quantization_config: as left by `settle_quantisation`.
 
     Raises:
-        ValueError: names what local mode does not serve, and the way out.
+        ValueError: names the unsupported setting, and the fix.
     """
     given = getattr(model, "peft_config", None)
     if peft_config is None and not given:
@@ -110,7 +110,8 @@ def choose_lora(
 
 
 def around_towers(peft_config: Any, model: Any, args: GRPOConfig) -> Any:
-    """The user's, or of a multimodal model a copy that leaves its towers out, whose layers often have the same names.
+    """Return the user's LoRA config, or a copy without the towers of a multimodal model: their layers often have the
+    same names.
 
     Args:
         model: a name, or a transformers model.
@@ -132,8 +133,8 @@ def around_towers(peft_config: Any, model: Any, args: GRPOConfig) -> Any:
 
 
 def with_revision(peft_config: Any, args: GRPOConfig) -> Any:
-    """The user's, or a copy that names the base's revision too, for whoever loads the adapter later: TRL leaves it out
-    (1.16)."""
+    """Return the user's LoRA config, or a copy with the base's revision, for later loads of the adapter: TRL leaves it
+    out (1.16)."""
     revision = (args.model_init_kwargs or {}).get("revision")
     if peft_config is None or revision is None or getattr(peft_config, "revision", None) is not None:
         return peft_config
@@ -145,11 +146,11 @@ def with_revision(peft_config: Any, args: GRPOConfig) -> Any:
 def choose_way(
     wrapped: Any, peft_config: Any, args: GRPOConfig, dtype: torch.dtype, *, has_gpus: bool, four_bits: bool = False
 ) -> LoraChoice:
-    """What `vllm_lora` comes to, by the model that PEFT has wrapped, with or without its weights.
+    """Resolve `vllm_lora` for a PEFT model, with or without its weights.
 
     Args:
         dtype: the engine's.
-        four_bits: whether the base is held in them.
+        four_bits: the base is held in 4 bits.
 
     Raises:
         ValueError: as `choose_lora`.
@@ -179,7 +180,7 @@ def choose_way(
 
 
 def check_lora(config: Any, args: GRPOConfig, *, zero3: bool) -> None:
-    """What can be reported without the model.
+    """Check LoRA settings independent of the model.
 
     Raises:
         ValueError: as `choose_lora`.
@@ -203,7 +204,7 @@ def check_lora(config: Any, args: GRPOConfig, *, zero3: bool) -> None:
             f"bias is {config.bias!r} with beta {args.beta:g}: the reference is the model with its adapter off, but "
             "biases of the base that are trained stay as they are then; set bias to 'none', or beta to 0"
         )
-    if config.target_parameters:  # PEFT puts experts' projections there by itself (0.21)
+    if config.target_parameters:  # PEFT fills it with experts' projections by itself (0.21)
         raise ValueError(
             f"peft_config adapts parameters that are no layers, {sorted(config.target_parameters)}, such as experts': "
             "name linear layers in target_modules, such as q_proj, k_proj, v_proj and o_proj"
@@ -221,14 +222,14 @@ def check_lora(config: Any, args: GRPOConfig, *, zero3: bool) -> None:
 
 
 def check_head(plain: Any, quantization: Any) -> None:
-    """Refuse a head that would be quantised.
+    """Refuse to quantise the head.
 
     Args:
         plain: a model on the meta device.
         quantization: None for none.
 
     Raises:
-        ValueError: it would be.
+        ValueError: the head would be quantised.
     """
     if quantization is not None and quantises_head(plain, quantization):
         raise ValueError(
@@ -238,18 +239,18 @@ def check_head(plain: Any, quantization: Any) -> None:
 
 
 def wrapped_without_weights(plain: Any, config: Any) -> Any:
-    """As the trainer will have it.
+    """Wrap a model by PEFT, as the trainer will.
 
     Args:
-        plain: a model on the meta device, which becomes a part of it.
+        plain: a model on the meta device; becomes part of the result.
 
     Raises:
-        ValueError: PEFT's, in one line.
+        ValueError: PEFT's error, in one line.
     """
     from peft import get_peft_model
 
     with torch.device("meta"), _without_zero3(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # given by the trainer's own
+        warnings.simplefilter("ignore")  # the trainer's own wrapping warns
         try:
             return get_peft_model(plain, copy.deepcopy(config))
         except ValueError as error:
@@ -267,7 +268,8 @@ def _without_weights(model: Any, args: GRPOConfig) -> Any:
 
 @contextlib.contextmanager
 def _without_zero3() -> Iterator[None]:
-    """transformers partitions what it builds, as soon as there are `TrainingArguments` with ZeRO-3 (5.17)."""
+    """Disable ZeRO-3 in a `with` block: transformers partitions new models as soon as `TrainingArguments` with ZeRO-3
+    exist (5.17)."""
     from transformers.integrations import deepspeed
 
     held = deepspeed._hf_deepspeed_config_weak_ref
@@ -281,7 +283,7 @@ def _without_zero3() -> Iterator[None]:
 
 
 def _ranks(wrapped: Any) -> dict[str, int]:
-    """The rank of each layer that has an adapter, by its path in the base."""
+    """Rank of each adapted layer, by its path in the base."""
     base = wrapped.get_base_model()
     found = _adapted(wrapped)
     towers = tower_paths(base)
@@ -325,7 +327,7 @@ def _adapted(wrapped: Any) -> dict[str, int]:
 
 
 def _are_tied(base: Any) -> bool:
-    """Whether embedding and head are one parameter still."""
+    """True if embedding and head are still one parameter."""
     own, head = base.get_input_embeddings(), base.get_output_embeddings()
     if own is None or head is None:
         return True
@@ -335,7 +337,7 @@ def _are_tied(base: Any) -> bool:
 def _why_merge(
     wrapped: Any, config: Any, ranks: dict[str, int], slot: AdapterSlot, dtype: torch.dtype, *, has_gpus: bool
 ) -> str:
-    """Why vLLM cannot hold the adapters by themselves; '' where it can."""
+    """Reason why vLLM cannot hold the adapters by themselves; '' if it can."""
     base = wrapped.get_base_model()
     if (name := type(base).__name__) in WITHOUT_LORA:
         return f"vLLM has no LoRA for {name}"

@@ -1,4 +1,4 @@
-"""Is there a model by that name: a folder that holds one, or a hub id that can be reached."""
+"""Checks of the model's name: a folder with a model, or a reachable Hub id."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
 
 def local_model(name: str, setting: str) -> Path | None:
-    """The folder that `name` stands for; None for a hub id.
+    """Return the folder `name` refers to; None for a Hub id.
 
     Args:
-        setting: what names it, for the message.
+        setting: name of the option, for the message.
 
     Raises:
-        ValueError: a path that does not exist, or a folder that holds no model.
+        ValueError: the path does not exist, or the folder has no model.
     """
     path = Path(name)
     if path.is_dir():
@@ -38,10 +38,10 @@ def local_model(name: str, setting: str) -> Path | None:
 
 
 def check_model(name: str, setting: str, *, revision: str | None = None, trust_remote_code: bool = False) -> None:
-    """That the trainer and the engines will find the model. Reads its configuration, over the network for a hub id.
+    """Check that trainer and engines will find the model. Reads its configuration, over the network for a Hub id.
 
     Raises:
-        ValueError: names what was looked for and where.
+        ValueError: has the searched name and place.
     """
     folder = local_model(name, setting)
     if folder is not None and not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
@@ -65,15 +65,15 @@ def check_model(name: str, setting: str, *, revision: str | None = None, trust_r
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there is any file that a tokenizer is read from."""
+    """True if there is any file of a tokenizer."""
     return any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS)
 
 
 def check_tokenizer_files(folder: Path, setting: str) -> None:
-    """That a model's folder holds a tokenizer: transformers makes an empty one where there is none (5.17).
+    """Check that a model's folder has a tokenizer: without one transformers makes an empty tokenizer (5.17).
 
     Raises:
-        ValueError: says which files are missing.
+        ValueError: names the missing files.
     """
     if not has_tokenizer(folder):
         raise ValueError(
@@ -83,7 +83,7 @@ def check_tokenizer_files(folder: Path, setting: str) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of what a library says."""
+    """First line of a library's error."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 
@@ -113,7 +113,7 @@ def _check_cached(name: str, setting: str, revision: str | None) -> None:
 
 
 def close_name(path: Path) -> str:
-    """' (did you mean X?)' for what stands beside it under a name like it; '' without one."""
+    """Return ' (did you mean X?)' for a similar name in the same folder; '' without one."""
     try:
         names = [entry.name for entry in path.absolute().parent.iterdir()]
     except OSError:

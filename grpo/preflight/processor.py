@@ -1,4 +1,4 @@
-"""The processor of a multimodal checkpoint: its tokenizer trains, and its files go where the model is saved."""
+"""The processor of a multimodal checkpoint: its tokenizer is used for training, its files are saved with the model."""
 
 import json
 import shutil
@@ -22,16 +22,16 @@ from grpo.preflight.model import check_tokenizer_files, local_model, reason_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processor:
-    """What turns images and the like into a model's inputs. Training on text has no use for it; a saved model has."""
+    """Processor of images and other inputs. Training on text does not need it; a saved model does."""
 
     tokenizer: Any
     given: ProcessorMixin | None = None
-    """The user's."""
+    """The user's processor."""
     files: tuple[Path, ...] = ()
-    """Else the checkpoint's own."""
+    """Otherwise files of the checkpoint's own."""
 
     def save(self, folder: Path) -> None:
-        """Beside the tokenizer, which stands there already."""
+        """Save it beside the tokenizer's files."""
         if self.given is not None:
             self.given.save_pretrained(folder)
         for file in self.files:
@@ -39,10 +39,10 @@ class Processor:
 
 
 def load_processor(model: Any, args: GRPOConfig) -> ProcessorMixin:
-    """As TRL loads one, which pads on the left (1.16).
+    """Load the processor as TRL does, with padding on the left (1.16).
 
     Raises:
-        ValueError: there is none to be had.
+        ValueError: there is none.
     """
     name, revision = model_id(model, args)
     sides = {"truncation_side": "left", "padding_side": "left"}
@@ -55,7 +55,7 @@ def load_processor(model: Any, args: GRPOConfig) -> ProcessorMixin:
         if not is_users(error):
             raise
         found, why = None, reason_of(error)
-    if not isinstance(found, ProcessorMixin):  # of a folder without its files there is a tokenizer
+    if not isinstance(found, ProcessorMixin):  # without processor files, the folder yields a tokenizer
         raise ValueError(
             f"the processor of {name!r}, which prompts with images need, cannot be loaded ({why}): put "
             "processor_config.json and preprocessor_config.json beside the model, or give the trainer a "
@@ -65,13 +65,13 @@ def load_processor(model: Any, args: GRPOConfig) -> ProcessorMixin:
 
 
 def processor_of(inputs: Mapping[str, Any]) -> Processor | None:
-    """The processor of the model that is trained; None for a text model.
+    """Return the trained model's processor; None for a text model.
 
     Args:
         inputs: the trainer's arguments.
 
     Raises:
-        ValueError: there is no tokenizer to be had.
+        ValueError: there is no tokenizer.
     """
     args, given, model = inputs["args"], inputs["processing_class"], base_of(inputs["model"])
     if isinstance(given, ProcessorMixin):
@@ -92,10 +92,10 @@ def processor_of(inputs: Mapping[str, Any]) -> Processor | None:
 
 
 def load_tokenizer(model: Any, args: GRPOConfig) -> Any:
-    """As TRL loads one, which pads on the left (1.16).
+    """Load the tokenizer as TRL does, with padding on the left (1.16).
 
     Raises:
-        ValueError: there is none to be had.
+        ValueError: there is none.
     """
     name, revision = model_id(model, args)
     if isinstance(model, str) and (folder := local_model(model, "the model")) is not None:
@@ -113,14 +113,14 @@ def load_tokenizer(model: Any, args: GRPOConfig) -> Any:
 
 
 def model_id(model: Any, args: GRPOConfig) -> tuple[str, str | None]:
-    """Name and revision under which a model was loaded."""
+    """Name and revision a model was loaded from."""
     if isinstance(model, str):
         return model, (args.model_init_kwargs or {}).get("revision")
     return get_config_model_id(model.config), None
 
 
 def _file(name: str, file: str, revision: str | None) -> Path | None:
-    """Of a folder or the hub; None where there is none, or none can be reached."""
+    """Return a file of a folder or of the Hub; None if it does not exist or cannot be reached."""
     if Path(name).is_dir():
         return found if (found := Path(name) / file).is_file() else None
     try:

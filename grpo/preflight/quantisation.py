@@ -1,4 +1,4 @@
-"""Quantised weights, looked at before anything is started: four bits below LoRA adapters, and no others."""
+"""Checks of quantised weights before anything starts: 4 bits below LoRA adapters, and nothing else."""
 
 import copy
 import importlib.util
@@ -17,19 +17,19 @@ from grpo.place.spelling import did_you_mean
 
 FOUR_BITS = "quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
 _KEYS = {*inspect.signature(BitsAndBytesConfig).parameters} - {"kwargs"}
-_DERIVED = {"quant_method", "_load_in_4bit", "_load_in_8bit"}  # which `to_dict` writes beside them
+_DERIVED = {"quant_method", "_load_in_4bit", "_load_in_8bit"}  # written beside them by `to_dict`
 
 
 def settle_quantisation(arguments: dict[str, Any]) -> None:
-    """Check what a trainer's arguments ask for, and put it where TRL reads it, to be computed in the engines' dtype.
+    """Check the requested quantisation, and put it where TRL reads it, with the engines' dtype for computation.
 
-    TRL takes it beside the model, or in `model_init_kwargs`, from which reward models would be quantised, too (1.16).
+    TRL takes it as an argument, or in `model_init_kwargs`; from there it would quantise reward models too (1.16).
 
     Args:
         arguments: the trainer's; `args` is a copy of the user's.
 
     Raises:
-        ValueError: names what local mode does not serve, and the way out.
+        ValueError: names the unsupported setting, and the fix.
     """
     args: GRPOConfig = arguments["args"]
     model = arguments["model"]
@@ -54,7 +54,7 @@ def settle_quantisation(arguments: dict[str, Any]) -> None:
 
 
 def given_once(beside: Any, model_init_kwargs: Mapping[str, Any] | None) -> Any:
-    """The quantisation that is asked for beside the model, or in `model_init_kwargs`; None for none.
+    """Return the quantisation given as an argument or in `model_init_kwargs`; None for none.
 
     Raises:
         ValueError: both have one.
@@ -69,7 +69,7 @@ def check_own_quantisation(config: PretrainedConfig | None) -> None:
     """Refuse a checkpoint whose own weights are quantised.
 
     Args:
-        config: None: not known here.
+        config: None if unknown here.
 
     Raises:
         ValueError: names the method.
@@ -86,13 +86,13 @@ def check_own_quantisation(config: PretrainedConfig | None) -> None:
 
 
 def four_bits_of(asked: Any, dtype: torch.dtype, *, has_adapter: bool, zero3: bool) -> BitsAndBytesConfig:
-    """The user's, or a copy that computes in the engines' dtype.
+    """Return the user's quantisation, or a copy with the engines' compute dtype.
 
     Args:
-        asked: a configuration of transformers, or a mapping that describes one.
+        asked: a configuration of transformers, or a mapping of its fields.
         dtype: the engines'.
-        has_adapter: whether LoRA is trained on it.
-        zero3: whether DeepSpeed shards the weights.
+        has_adapter: LoRA is trained on it.
+        zero3: DeepSpeed shards the weights.
 
     Raises:
         ValueError: as `settle_quantisation`.
@@ -128,7 +128,7 @@ def four_bits_of(asked: Any, dtype: torch.dtype, *, has_adapter: bool, zero3: bo
             "cast as if it were weights: leave it out (uint8)"
         )
     computes_in = asked.bnb_4bit_compute_dtype
-    if computes_in not in (dtype, torch.float32):  # the default: nothing was asked for
+    if computes_in not in (dtype, torch.float32):  # the default, not the user's choice
         raise ValueError(
             f"bnb_4bit_compute_dtype is {computes_in}, but the engines compute in {dtype}, and would hold other "
             f"weights than training computes with: leave it out, or set bf16, fp16 and dtype to {computes_in}"
@@ -143,7 +143,7 @@ def four_bits_of(asked: Any, dtype: torch.dtype, *, has_adapter: bool, zero3: bo
 
 
 def _read(asked: Mapping[str, Any]) -> Any:
-    """Of a YAML file, or of a checkpoint's configuration."""
+    """Read a mapping from a YAML file, or from a checkpoint's configuration."""
     method = asked.get("quant_method", "bitsandbytes")
     method = getattr(method, "value", method)
     if method != "bitsandbytes":

@@ -1,4 +1,4 @@
-"""Every reward function once, on a made-up group, as TRL calls it: a mistake in one shows before anything is loaded."""
+"""Trial of every reward function on a made-up group, called as in TRL: its bugs show before anything is loaded."""
 
 import asyncio
 import functools
@@ -26,10 +26,10 @@ _TEXTS = ("The answer is 42.", "42", "<think>\nI think.\n</think>\n\\boxed{42}",
 
 
 def check_reward_list(reward_funcs: Any, args: GRPOConfig) -> None:
-    """What can be said of the rewards without a call.
+    """Check the rewards without a call.
 
     Raises:
-        ValueError: there are none, they cannot be called, or `reward_weights` has another number.
+        ValueError: there are none, they cannot be called, or `reward_weights` has another length.
     """
     funcs = _listed(reward_funcs)
     if not funcs:
@@ -49,19 +49,19 @@ def check_reward_list(reward_funcs: Any, args: GRPOConfig) -> None:
 def try_rewards(
     reward_funcs: Any, row: Mapping[str, Any], token_ids: Sequence[int], args: GRPOConfig
 ) -> asyncio.AbstractEventLoop | None:
-    """Call every function on a group of `num_generations` made-up completions of `row`; reward models are left out.
+    """Call every function on a group of `num_generations` made-up completions of `row`; reward models are skipped.
 
-    In the main thread, where functions may set alarms; each has `DEADLINE_S`, after which a warning says that it was
-    not checked to its end.
+    Runs in the main thread, where functions may set alarms. Each call may take `DEADLINE_S`; then a warning reports an
+    incomplete check.
 
     Args:
-        token_ids: any that the model knows; the made-up completions have some of them, and a text beside.
+        token_ids: any ids known to the model; the made-up completions have some of them, and an unrelated text.
 
     Returns:
-        The event loop, still running, in which functions that are `async` ran: what they keep belongs to it; or None.
+        The running event loop of `async` functions, since objects they keep belong to it; or None.
 
     Raises:
-        ValueError: a function takes other arguments, raises, or returns what are no rewards; names the user's line.
+        ValueError: a function takes other arguments, raises, or returns no valid rewards; names the user's line.
     """
     count, loop = args.num_generations, None
     call = _arguments(row, token_ids, args)
@@ -92,7 +92,7 @@ def _listed(reward_funcs: Any) -> list[Any]:
 
 
 def _arguments(row: Mapping[str, Any], token_ids: Sequence[int], args: GRPOConfig) -> dict[str, Any]:
-    """As TRL 1.16 passes them (`_calculate_rewards`)."""
+    """Build the arguments as TRL 1.16 passes them (`_calculate_rewards`)."""
     count = args.num_generations
     texts = [_TEXTS[index % len(_TEXTS)] for index in range(count)]
     is_chat = is_conversational({"prompt": row["prompt"]})
@@ -113,7 +113,7 @@ def _arguments(row: Mapping[str, Any], token_ids: Sequence[int], args: GRPOConfi
 
 
 def _called(func: Callable[..., Any], call: dict[str, Any], loop: asyncio.AbstractEventLoop | None) -> Any:
-    """What `func` returns. Its own errors become ValueErrors that name its line."""
+    """Call `func` and return its result. Its own errors become ValueErrors with its line."""
     try:
         if not is_async_callable(func):
             with (
@@ -179,7 +179,7 @@ def _check_rewards(func: Callable[..., Any], rewards: Any, count: int) -> None:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """`name (file:line)`."""
+    """Format as `name (file:line)`."""
     while isinstance(func, functools.partial):
         func = func.func
     code = getattr(inspect.unwrap(func), "__code__", None) or getattr(type(func).__call__, "__code__", None)

@@ -1,4 +1,4 @@
-"""Can the model call these tools: their signatures, the chat template, the prompts."""
+"""Checks of tools: their signatures, the chat template, the prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from grpo.preflight.model import reason_of
 
 
 def check_tools(tools: Sequence[Callable[..., Any]], tokenizer: Any) -> None:
-    """That a model can be shown each tool, and can call it.
+    """Check that the model can be given each tool, and can call it.
 
     Raises:
-        ValueError: names the tool, or says what the chat template does not have.
+        ValueError: names the tool, or the missing part of the chat template.
     """
     names = set()
     for tool in tools:
@@ -40,7 +40,7 @@ def check_tools(tools: Sequence[Callable[..., Any]], tokenizer: Any) -> None:
 
 
 def check_conversational(row: Mapping[str, Any]) -> None:
-    """Raises ValueError for prompts that are plain text, which show a model no tools."""
+    """Raise ValueError for plain-text prompts, which cannot describe tools."""
     if not is_conversational({"prompt": row["prompt"]}):
         raise ValueError(
             f"the first prompt is {row['prompt']!r}, plain text, but a model is shown its tools by the chat template: "
@@ -49,7 +49,7 @@ def check_conversational(row: Mapping[str, Any]) -> None:
 
 
 def check_environments_data(factories: Any, args: GRPOConfig) -> None:
-    """What TRL asks of a run whose prompts an environment gives (1.16), before engines start.
+    """Check TRL's requirements for prompts given by an environment (1.16), before engines start.
 
     Raises:
         ValueError: names the argument.

@@ -1,4 +1,4 @@
-"""Installed versions against the ranges that were tested, which are the package's own requirements."""
+"""Installed versions against the tested ranges, which are the package's own requirements."""
 
 import warnings
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from grpo.place.same_everywhere import DISTRIBUTION, installed_version
 
 
 def tested_requirements() -> tuple[list[Requirement], list[Requirement]]:
-    """What the installed package asks for: always, and as its engine (the extras `gpu` and `cpu`: one of the two).
+    """Return the installed package's requirements: the general ones, and those of its engine (extras `gpu` and `cpu`).
 
-    Raises importlib.metadata.PackageNotFoundError when the package itself is not installed.
+    Raises importlib.metadata.PackageNotFoundError if the package itself is not installed.
     """
     requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     always = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
@@ -30,7 +30,7 @@ def is_tested(requirement: Requirement, version: str) -> bool:
 
 
 def warn_of_untested(installed: Callable[[str], str | None] = installed_version) -> None:
-    """Warn of packages that are installed in a version outside of their range; one that is missing fails by itself."""
+    """Warn of packages installed in an untested version; missing ones fail by themselves."""
     try:
         always, engines = tested_requirements()
     except metadata.PackageNotFoundError:  # imported from a checkout that is not installed

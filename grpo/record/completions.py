@@ -1,7 +1,7 @@
-"""What was said to a sample of the prompts, for every log: `completions/step-<step>.parquet` (docs/metrics.md).
+"""Samples of completions for every log step: `completions/step-<step>.parquet` (docs/metrics.md).
 
-Beside TRL's own `log_completions`, which writes `completions_<step>.parquet` in the same folder: those are left alone.
-All of it is rank 0's, and none of it collective.
+Independent of TRL's own `log_completions`, whose `completions_<step>.parquet` in the same folder are left alone.
+Everything here runs on rank 0, and nothing is collective.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from grpo.record.durable import write_atomically
 MAX_BYTES = 200 * 2**20
 STOP_REASONS = ("stop", "length", "refused")
 FACTS = ("node", "engine", "policy_version", "prompt_tokens", "completion_tokens", "stop_reason")
-"""Six whole numbers for each completion, beside what TRL keeps; `stop_reason` is an index into `STOP_REASONS`."""
+"""Six integers per completion, beside TRL's columns; `stop_reason` is an index into `STOP_REASONS`."""
 
 _WRITTEN_OUT = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _OURS = re.compile(r"(?:eval-.+-|eval-)?step-(?P<number>\d{8,})\.parquet")
@@ -54,14 +54,14 @@ Row = dict[str, Any]
 
 
 def text_of(messages: Any) -> str:
-    """A prompt or a completion as a person reads it: of one message its text, of several each under its role."""
+    """Format a prompt or completion for reading: the text of a single message, else each message under its role."""
     if isinstance(messages, str):
         text = messages
     elif len(messages) == 1:
         text = _text_of_message(messages[0])
     else:
         text = "\n\n".join(f"{message.get('role', '?')}: {_text_of_message(message)}" for message in messages)
-    return text.encode(errors="replace").decode()  # half a surrogate pair, which JSON lets through, is no UTF-8
+    return text.encode(errors="replace").decode()  # JSON allows a lone surrogate, UTF-8 does not
 
 
 def _text_of_message(message: Mapping[str, Any]) -> str:
@@ -74,9 +74,10 @@ def _text_of_message(message: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def plain_tool_calls(logs: dict[str, Any]) -> Iterator[None]:
-    """Around TRL's own writing of completions (1.16), in whose files the arguments of all calls have to fit one type:
-    they are text meanwhile. A tool without arguments, or one `a` that is a number and one that is text, would end the
-    training.
+    """Turn tool calls' arguments into text while TRL writes its completions (1.16).
+
+    In TRL's files the arguments of all calls must fit one type: a tool without arguments, or an argument that is once a
+    number and once a text, would end training.
 
     Args:
         logs: TRL's `trainer._logs`.
@@ -90,8 +91,8 @@ def plain_tool_calls(logs: dict[str, Any]) -> Iterator[None]:
 
 
 def printable(value: Any) -> Any:
-    """A text, or texts in lists and mappings, without what a terminal takes for a command: control characters but line
-    feed and tab are written out.
+    """Escape control characters except line feed and tab, in a text or in texts inside lists and mappings: a terminal
+    would take them for commands.
 
     Example:
         >>> printable(["\\x1b[2Jred"])
@@ -105,7 +106,7 @@ def printable(value: Any) -> Any:
 
 
 def print_printable(print_sample: Callable[..., None]) -> Callable[..., None]:
-    """TRL's printing of completions (1.16), for a terminal."""
+    """Wrap TRL's printing of completions (1.16), with `printable` texts."""
 
     @functools.wraps(print_sample)
     def print_cleaned(prompts: Any, completions: Any, *args: Any, extra: Any = None, **kwargs: Any) -> None:
@@ -141,12 +142,12 @@ def _with_plain_arguments(call: Any) -> Any:
 
 
 def prompt_id(prompt: str) -> str:
-    """Equal for equal prompts."""
+    """Hash of a prompt, as 8 hex digits."""
     return hashlib.sha256(prompt.encode()).hexdigest()[:8]
 
 
 def choose_prompts(prompt_ids: Iterable[str], num_prompts: int) -> set[str]:
-    """The smallest ones, so that a prompt that comes again is chosen again."""
+    """Choose the smallest ids, so that a repeated prompt is chosen again."""
     return set(sorted(set(prompt_ids))[:num_prompts])
 
 
@@ -157,14 +158,14 @@ def sampled_rows(
     num_prompts: int,
     reward_weights: Sequence[float],
 ) -> list[Row]:
-    """All completions of the chosen prompts of the newest batch, for `CompletionSamples.write`.
+    """Return all completions of the chosen prompts of the newest batch, for `CompletionSamples.write`.
 
     Args:
-        logs: TRL's `trainer._logs` (1.16), which hold the newest `generation_batch_size` rows of all ranks, on every
-            rank and whatever `log_completions` says; of evaluation, too.
-        facts: `FACTS` of each of these rows; None for a row that is not asked for, one of evaluation, say.
-        reward_weights: of the reward functions, in their order. Where two functions have one name, TRL keeps the second
-            one's rewards alone: `reward` is then not known.
+        logs: TRL's `trainer._logs` (1.16): the newest `generation_batch_size` rows of all ranks, on every rank,
+            regardless of `log_completions`; evaluation included.
+        facts: `FACTS` of each of these rows; None for a row to leave out, such as evaluation's.
+        reward_weights: in the order of the reward functions. If two functions share a name, TRL keeps only the second
+            one's rewards: `reward` is then unknown.
     """
     prompts = [text_of(prompt) for prompt in logs["prompt"]]
     completions, advantages = list(logs["completion"]), list(logs["advantages"])
@@ -188,7 +189,7 @@ def sampled_rows(
 
 
 def weighted(rewards: Sequence[float], weights: Sequence[float]) -> float | None:
-    """The sum that TRL's `reward` is the mean of; None where no function has judged (NaN)."""
+    """Weighted sum of a completion's rewards, as in TRL's `reward`; None if no function has scored it (NaN)."""
     judged = [reward * weight for reward, weight in zip(rewards, weights, strict=True) if not math.isnan(reward)]
     return sum(judged) if judged else None
 
@@ -201,10 +202,10 @@ def _number(value: float) -> float | None:
 
 
 def evaluation_prefix(of_set: str | None) -> str:
-    """Of the name of a file with an evaluation's completions; what a file's name does not take is written as `_`.
+    """Prefix of the files with an evaluation's completions; characters not allowed in file names become `_`.
 
     Args:
-        of_set: the set's name; None: there is one, without a name.
+        of_set: the set's name; None for a single set without a name.
 
     Example:
         >>> evaluation_prefix("math/hard")
@@ -214,24 +215,24 @@ def evaluation_prefix(of_set: str | None) -> str:
 
 
 class CompletionSamples:
-    """`<output_dir>/completions/`, made with the first file, of at most `MAX_BYTES`.
+    """Folder `<output_dir>/completions/`, created with its first file, of at most `MAX_BYTES`.
 
-    Beyond, what was quarantined goes first, and then every second file of the older half; the first and the newest
+    Beyond it, quarantined files are deleted first, then every second file of the older half; the first and the newest
     stay.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._has_warned = False
-        self._held_bytes: int | None = None  # None: nobody has looked
+        self._held_bytes: int | None = None  # None: not measured yet
 
     def write(self, step: int, attempt: int, time: float, rows: Sequence[Row], *, prefix: str = "") -> None:
-        """The file of a log, whole at once; that it cannot be written is reported once, and is no reason to fail.
+        """Write the file of a log step atomically. Failure to write is warned of once, and does not fail the job.
 
         Args:
             time: Unix seconds.
-            rows: of `sampled_rows`; none: no file.
-            prefix: of the file's name, `evaluation_prefix` of an evaluation.
+            rows: from `sampled_rows`; without rows no file is written.
+            prefix: of the file's name, `evaluation_prefix` for an evaluation.
         """
         if not rows:
             return
@@ -241,7 +242,7 @@ class CompletionSamples:
             write_atomically(self.folder / f"{prefix}step-{step:08}.parquet", table)
             if self._held_bytes is not None:
                 self._held_bytes += len(table)
-            # Not at every log: a network's file system is slow to look through.
+            # Not at every log step: network file systems list slowly.
             if self._held_bytes is None or self._held_bytes > MAX_BYTES:
                 self._thin()
         except OSError as error:
@@ -250,7 +251,7 @@ class CompletionSamples:
             self._has_warned = True
 
     def cut(self, step: int, attempt: int) -> None:
-        """Quarantine in `attempt-<attempt>` what is later than `step`: this attempt goes on there."""
+        """Move files later than `step` to `attempt-<attempt>`: this attempt continues from there."""
         for draft in self.folder.glob(".*step-*"):  # of an attempt that was killed
             draft.unlink(missing_ok=True)
         later = [path for number, path in self._numbered(_OURS) if number > step]
@@ -263,7 +264,7 @@ class CompletionSamples:
         self._held_bytes = None
 
     def _numbered(self, names: re.Pattern[str]) -> list[tuple[int, Path]]:
-        """What is in the folder under such names, with their numbers and in that order."""
+        """Return (number, path) of the matching files, sorted by number."""
         children = list(self.folder.iterdir()) if self.folder.is_dir() else []
         found = ((names.fullmatch(path.name), path) for path in children)
         return sorted((int(match["number"]), path) for match, path in found if match)
@@ -286,7 +287,7 @@ class CompletionSamples:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # somebody else has removed it
+    except OSError:  # another process has removed it
         return 0
 
 

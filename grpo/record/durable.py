@@ -1,7 +1,7 @@
-"""Files that are whole after the machine has crashed too: on the disk before anybody counts on them, known by checksum.
+"""Crash-safe files: flushed to disk, with checksums.
 
-The checksum is zlib's CRC-32: it finds a flipped byte and a lost page, is in the standard library, reads 1 to 3 GB/s a
-core, and lets go of the interpreter's lock meanwhile. It is no proof against somebody who changes a file on purpose.
+The checksum is zlib's CRC-32: it finds a flipped byte and a lost page, is in the standard library, reads 1 to 3 GB/s
+per core, and releases the GIL meanwhile. It does not protect against deliberate changes.
 """
 
 import errno
@@ -19,14 +19,18 @@ CHUNK_BYTES = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSum:
-    """By which a file is known again."""
+    """Size and checksum of a file.
+
+    Example:
+        FileSum(size_bytes=1048576, crc32=0x3A5F0C21)
+    """
 
     size_bytes: int
     crc32: int
 
 
 def sum_of(path: Path) -> FileSum:
-    """Reads the whole file. Raises OSError."""
+    """Read the whole file. Raises OSError."""
     size, crc = 0, 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -36,26 +40,26 @@ def sum_of(path: Path) -> FileSum:
 
 
 def make_durable(path: Path) -> FileSum:
-    """Bring a file that this host has written to the disk. The folder that it is in needs `sync_folder` besides."""
+    """Flush a file written by this host to disk, and return its checksum. Its folder needs `sync_folder` as well."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return sum_of(path)
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring its entries to the disk: what was made, renamed or removed in it."""
+    """Flush a folder's entries to disk: files created, renamed or removed in it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that knows no such thing, as some network ones
+        if error.errno != errno.EINVAL:  # a file system without fsync of folders, such as some network ones
             raise
     finally:
         os.close(descriptor)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Readers see the old file or the new one, never a part; also after the machine has crashed."""
+    """Write a file so that readers see the old content or the new, never a part; even after a crash of the machine."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with draft.open("wb") as file:
@@ -70,7 +74,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def appearing_whole(out: Path) -> Iterator[Path]:
-    """A hidden folder beside `out` that becomes `out` at the end, or is removed with what was written into it."""
+    """Yield a hidden folder beside `out`, renamed to `out` at the end, or removed on an error."""
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:

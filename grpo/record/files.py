@@ -1,7 +1,7 @@
-"""The format of a run's folder: what its files are called, what stands in them, and how they are read.
+"""Format of a run's folder: names of its files, their contents, and readers.
 
-For all who read a run, launchers and tools among them: loads nothing but Python. `RunFolder` and `RunHistory` write it,
-on global rank 0.
+For all readers of a run, including launchers and tools: uses only the standard library. `RunFolder` and `RunHistory`
+write it, on global rank 0.
 """
 
 import contextlib
@@ -16,47 +16,52 @@ from grpo.place.launch import read_launch
 from grpo.record.durable import write_atomically
 
 STATE_FILE, HISTORY_FILE, METRICS_FILE = "run_state.json", "run.json", "metrics.jsonl"
-COMPLETIONS_FOLDER, TIMELINE_FOLDER = "completions", "timeline"  # and the logs', see `grpo.place.log`
+COMPLETIONS_FOLDER, TIMELINE_FOLDER = "completions", "timeline"  # the logs' folder: see `grpo.place.log`
 ENDED = ("finished", "stopped", "failed")
-"""What a state may be, beside running."""
+"""Final states of an attempt."""
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
-NOTE_VARIABLE = "GRPO_RUN_NOTE"  # the file that tells a node's launcher where its run is
+NOTE_VARIABLE = "GRPO_RUN_NOTE"  # file in which ranks report the run's folder to their node's launcher
 Entry = dict[str, Any]
-"""An attempt of `run.json`, or what `run_state.json` holds."""
+"""An attempt of `run.json`, or the content of `run_state.json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """What `run_state.json` holds: how this attempt stands."""
+    """Content of `run_state.json`: the state of the current attempt.
+
+    Example:
+        RunState(state="stopped", why="got SIGUSR1", job="4711", attempt=1, step=120, checkpoint="out/checkpoint-120",
+                 requeue=True)
+    """
 
     state: str
-    """running, finished, stopped or failed."""
+    """One of: running, finished, stopped, failed."""
     why: str
-    """For a person: the request, or the failure record."""
+    """Text for the user: the request, or the failure record."""
     job: str
-    """The scheduler's id (GRPO_JOB, SLURM_JOB_ID), or host and pid."""
+    """Id from the scheduler (GRPO_JOB, SLURM_JOB_ID), or host and pid."""
     attempt: int
     """0 for the first start, 1 after the first requeue …"""
     step: int = 0
-    """Optimizer steps that are done."""
+    """Finished optimizer steps."""
     checkpoint: str | None = None
-    """The newest complete one."""
+    """Newest complete checkpoint."""
     requeue: bool = False
-    """Whether the job asks to be started again."""
+    """True if the job requests another start."""
     kind: FailureKind | None = None
-    """Of a failure."""
+    """Kind of a failure."""
     nodes: tuple[int, ...] = ()
-    """The failure's: those that are silent, as `grpo launch` counts them."""
+    """Silent nodes of a failure, by `grpo launch`'s numbers."""
     restarts: tuple[str, ...] = ()
-    """Engines that died in this attempt and came back; the last ones."""
+    """Restarted engines of this attempt; the last ones."""
     tracker_run: str = ""
-    """The id under which W&B and Trackio go on."""
+    """Run id for W&B and Trackio."""
     started: float = 0.0
-    """When the launcher began this attempt, by which it knows it again (GRPO_STARTED)."""
+    """Time at which the launcher started this attempt (GRPO_STARTED); identifies the attempt."""
 
 
 def read_state(folder: Path) -> Entry:
-    """The content of `run_state.json`, by any writer; {} where it is not there, or cannot be read now."""
+    """Return the content of `run_state.json`, by any writer; {} if it is missing or unreadable."""
     try:
         return dict(json.loads((folder / STATE_FILE).read_text()))
     except (OSError, *DAMAGED):
@@ -64,7 +69,7 @@ def read_state(folder: Path) -> Entry:
 
 
 def read_run_state(folder: Path) -> RunState | None:
-    """The last attempt's state; None when there is none that can be read."""
+    """Return the last attempt's state; None if it is missing or unreadable."""
     try:
         return RunState(**read_state(folder))
     except TypeError:
@@ -72,28 +77,28 @@ def read_run_state(folder: Path) -> RunState | None:
 
 
 def read_attempts(folder: Path) -> list[Entry]:
-    """The attempts of `run.json`, the newest last, as they stand there. Raises OSError, or one of `DAMAGED`."""
+    """Return the attempts of `run.json`, the newest last. Raises OSError, or one of `DAMAGED`."""
     return list(json.loads((folder / HISTORY_FILE).read_text())["attempts"])
 
 
 def stop_request(folder: Path, job: str, attempt: int) -> Path:
-    """The file by which a launcher asks an attempt to save, to end, and to be started again."""
+    """File by which a launcher asks an attempt to save, end, and be started again."""
     return folder / f"stop.{job}.{attempt}"
 
 
-# -- what ranks tell their node's launcher ----------------------------------------------------------------------------
+# -- notes from ranks to their node's launcher ------------------------------------------------------------------------
 
 
 def note_run(path: Path, env: Mapping[str, str]) -> None:
-    """Tell this node's launcher where the run is, if it wants to know. Called by every rank; one writes."""
+    """Note the run's folder for this node's launcher, if it asks for it. Called by every rank; one writes."""
     if (note := env.get(NOTE_VARIABLE)) and read_launch(env).local_rank == 0:
         write_atomically(Path(note), str(path.absolute()))
 
 
 def note_failure(env: Mapping[str, str], why: str, kind: FailureKind, **state: Any) -> None:
-    """Tell this node's launcher why its ranks end, if it wants to know: rank 0's node may be gone, or its disk full.
+    """Note for this node's launcher, if it asks for it, why its ranks end: rank 0's node may be gone, or its disk full.
 
-    The first failure counts, but one that ends the job counts more.
+    The first failure is kept, unless a later one ends the job.
 
     Args:
         state: other fields of `run_state.json`.
@@ -107,7 +112,7 @@ def note_failure(env: Mapping[str, str], why: str, kind: FailureKind, **state: A
 
 
 def read_failure_note(note: Path) -> dict[str, Any] | None:
-    """Of `run_state.json` what a rank of this node knows of the failure; None where none has failed."""
+    """The failure as noted by this node's ranks (a subset of `run_state.json`), or None."""
     try:
         return dict(json.loads(_failure_note(note).read_text()))
     except (OSError, ValueError):
@@ -119,7 +124,7 @@ def _failure_note(note: Path) -> Path:
 
 
 def read_run_note(note: Path) -> Path | None:
-    """The output folder that a rank has noted for its launcher; None while there is no trainer."""
+    """Output folder noted by a rank for its launcher; None before there is a trainer."""
     try:
         return Path(note.read_text())
     except OSError:

@@ -1,7 +1,7 @@
-"""The output folder, which attempts of a run share: who is in it, how the last one ended, who wants it to stop.
+"""The output folder, shared by the attempts of a run: its lock, the state of the last attempt, stop requests.
 
-Global rank 0 alone reads and writes here; the others hear from it what it found. The scripts in `launch/` read
-`run_state.json` because no exit code of a worker gets past torchrun or accelerate.
+Only global rank 0 reads and writes here, and informs the other ranks. Scripts in `launch/` read `run_state.json`,
+because torchrun and accelerate do not pass on a worker's exit code.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from grpo.record.durable import write_atomically
 from grpo.record.files import METRICS_FILE, STATE_FILE, RunState, read_run_state, stop_request
 from grpo.record.history import RunHistory
 
-LOCK_FILE = "_run.lock"  # transformers uploads nothing that begins so: to read it would let go of the lock
+LOCK_FILE = "_run.lock"  # transformers does not upload names that begin so: reading the file would release the lock
 
 
 def _is_taken(lock: IO[str]) -> bool:
-    """Whether the lock is ours now."""
+    """True if the lock is ours now."""
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -41,15 +41,16 @@ def _is_taken(lock: IO[str]) -> bool:
 
 
 def make_run_folder(path: Path) -> None:
-    """Where there is none, one that only its owner reads: it holds prompts, completions, and arguments with tokens."""
+    """Create the folder if missing, readable by its owner only: it holds prompts, completions, and arguments with
+    tokens."""
     path.mkdir(parents=True, mode=0o700, exist_ok=True)
 
 
 class RunFolder:
-    """`output_dir` in the hands of one job.
+    """`output_dir`, locked by one job.
 
     Raises:
-        ValueError: another job is in it.
+        ValueError: another job holds it.
     """
 
     def __init__(self, path: Path, env: Mapping[str, str], timeouts: Timeouts = USUAL) -> None:
@@ -57,7 +58,8 @@ class RunFolder:
         check_writable(path)
         make_run_folder(path)
         started = float(env.get("GRPO_STARTED") or time.time())
-        self._launched = float(env.get("GRPO_LAUNCHED") or started)  # before the nodes met, which takes minutes
+        # before the rendezvous of the nodes, which takes minutes
+        self._launched = float(env.get("GRPO_LAUNCHED") or started)
         self._updating = threading.Lock()
         self.job = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID") or f"{socket.gethostname()}-{os.getpid()}"
         self._lock = self._take_lock(timeouts.run_lock_s)
@@ -79,7 +81,7 @@ class RunFolder:
         self._person_request = path / "stop"
 
     def _take_lock(self, timeout_s: float) -> IO[str] | None:
-        # The kernel drops it with this process, however that ends; a file that says "running" would stay.
+        # The kernel releases it with this process, however that ends; a file with "running" would remain.
         path = self.path / LOCK_FILE
         lock = path.open("a+")
         deadline = time.monotonic() + timeout_s
@@ -93,7 +95,7 @@ class RunFolder:
                         f"output_dir {self.path} is in use by job {owner} [GRPO-207]: two jobs would overwrite each "
                         "other's checkpoints; end that job, or set another output_dir"
                     )
-                if time.monotonic() > deadline:  # its own attempt before, on a node that is off or does not answer
+                if time.monotonic() > deadline:  # perhaps the attempt before, on a node that is off or does not answer
                     raise TimeoutError(f"{self.path} is still held by this job's attempt before: {owner}")
                 time.sleep(0.5)
         except (ValueError, TimeoutError):
@@ -110,7 +112,7 @@ class RunFolder:
         return lock
 
     def release(self) -> None:
-        """Let another job in. Safe to call twice."""
+        """Release the lock for another job. Safe to call twice."""
         with self._updating:
             self._history.close()
         if self._lock is not None:
@@ -127,25 +129,26 @@ class RunFolder:
         changed: Sequence[str] = (),
         goes_on: bool = False,
     ) -> None:
-        """Add this attempt to `run.json`, which follows the state from now on. Asks git: may take `GIT_S`.
+        """Add this attempt to `run.json`, which follows the state from now on. Calls git: may take `GIT_S`.
 
         Args:
-            changed: names of arguments that are not at their defaults.
-            goes_on: whether it is the one that this process has begun already, if it has.
+            changed: names of arguments with other values than their defaults.
+            goes_on: continue the attempt this process has begun already, if any.
         """
         with self._updating:
-            weakref.finalize(self, self._history.close)  # with this object, or the process, unless it is released
+            weakref.finalize(self, self._history.close)  # with this object, or the process, unless released before
             settings = {"arguments": dict(arguments), "changed": list(changed), "topology": dict(topology)}
             self._history.begin(asdict(self.state), settings, goes_on=goes_on)
 
     def update(self, *, from_step: int | None = None, failure: FailureRecord | None = None, **changes: Any) -> None:
-        """Change fields of the state and write it, in `run.json` too. From any thread.
+        """Change fields of the state, and write it to `run_state.json` and `run.json`. From any thread.
 
-        The first failure counts, and what stopped as asked has not failed; only another start changes either.
+        The first failure is kept, and a stopped attempt does not become a failed one; only another start changes
+        either.
 
         Args:
-            from_step: of an attempt that begins to train.
-            failure: the job's record, for `run.json`; it may come after a failure that this rank has told by itself.
+            from_step: first step of an attempt that begins to train.
+            failure: the job's record, for `run.json`; may come after a failure this rank has recorded by itself.
         """
         with self._updating:
             over = {"failed"} if changes.get("state") != "failed" else {"failed", "stopped"}
@@ -160,7 +163,7 @@ class RunFolder:
                     self._history.follow(asdict(self.state), from_step=from_step, failure=record)
 
     def tracker_run(self, *, resumed: bool) -> str:
-        """The id for W&B and Trackio: the last attempt's when this one goes on where that one was."""
+        """Run id for W&B and Trackio: the last attempt's if this one resumes it."""
         if not resumed or not self.state.tracker_run:
             self.state = replace(self.state, tracker_run=uuid.uuid4().hex[:8])
         return self.state.tracker_run
@@ -168,7 +171,7 @@ class RunFolder:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def drop_old_requests(self) -> list[str]:
-        """Remove requests that were meant for an earlier attempt; a line about each."""
+        """Remove requests meant for an earlier attempt; return a line about each."""
         notes = []
         for path in [self._person_request, *self.path.glob("stop.*.*")]:
             try:
@@ -181,20 +184,20 @@ class RunFolder:
         return notes
 
     def stop_request(self) -> StopRequest | None:
-        """What a file asks for. Two stats: cheap enough for every step."""
+        """Return the stop request of a file, if any. Two stats: cheap enough for every step."""
         for path, requeue in ((self._person_request, False), (self._own_request, True)):
-            with contextlib.suppress(OSError):  # a file system that does not answer asks for nothing
+            with contextlib.suppress(OSError):  # a file system that does not answer requests nothing
                 if path.exists():
                     return StopRequest(why=f"{path} was written", requeue=requeue)
         return None
 
     @property
     def a_person_asks(self) -> bool:
-        """Whether a person wants the run to end; that counts more than a scheduler's request."""
+        """True if a person wants the run to end; overrides a scheduler's request."""
         return self._person_request.exists()
 
     def answer_requests(self) -> None:
-        """Remove them: what they asked for is done."""
+        """Remove the requests: they are done."""
         self._person_request.unlink(missing_ok=True)
         self._own_request.unlink(missing_ok=True)
 
@@ -209,7 +212,7 @@ class RunFolder:
             for line in path.read_text().splitlines(keepends=True):
                 try:
                     is_kept = json.loads(line)["step"] <= step and step > 0
-                except (ValueError, KeyError, TypeError):  # a line that was cut off when its writer was killed
+                except (ValueError, KeyError, TypeError):  # a line cut off when its writer was killed
                     is_kept = False
                 (kept if is_kept else dropped).append(line)
         if dropped:
@@ -219,10 +222,10 @@ class RunFolder:
 
 
 def check_writable(path: Path) -> None:
-    """That a run can write into the folder, which need not be there yet. Leaves nothing behind.
+    """Check that a run can write into the folder, which need not exist yet. Leaves nothing behind.
 
     Raises:
-        ValueError: says what stands in the way.
+        ValueError: has the obstacle.
     """
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.lexists(parent))
     if not existing.is_dir():
@@ -242,13 +245,13 @@ def check_writable(path: Path) -> None:
 def record_early_failure(
     path: Path, env: Mapping[str, str], why: str, kind: FailureKind, failure: FailureRecord | None = None
 ) -> None:
-    """Say in `run_state.json` and `run.json` that this attempt failed before there was a trainer."""
+    """Record in `run_state.json` and `run.json` that this attempt failed before there was a trainer."""
     try:
         folder = RunFolder(path, env)
     except (OSError, ValueError):  # no folder, or another job's
         return
     previous = read_run_state(path)
-    # A scheduler's job keeps its name over its attempts; without one the name holds this process's pid.
+    # A scheduler's job keeps its name over its attempts; otherwise the name contains this process's pid.
     named = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID")
     is_reported = (
         previous is not None
@@ -256,7 +259,7 @@ def record_early_failure(
         and (not named or previous.attempt == folder.attempt or previous.started == folder.state.started)
     )
     try:
-        if not is_reported:  # else the trainer has said more
+        if not is_reported:  # else the trainer has recorded more
             folder.begin_attempt(goes_on=True)
             folder.update(state="failed", why=why, kind=kind, failure=failure)
     except OSError as problem:  # a full disk must not hide the failure

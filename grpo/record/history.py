@@ -1,6 +1,6 @@
-"""`run.json`: what every attempt of a run was, and how it ended. docs/metrics.md says what stands in it.
+"""`run.json`: settings and result of every attempt of a run. docs/metrics.md documents its fields.
 
-Whoever holds the run's folder writes it. That it cannot be written is reported once, and is no reason to fail.
+Written by the holder of the run's folder. Failure to write is warned of once, and does not fail the job.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ TAIL_BYTES = 2**18
 WITHOUT_A_WORD = "ended without a word"
 WITHOUT_TRAINING = "the script ended without training"
 FOLLOWED = ("state", "why", "kind", "nodes", "step", "restarts")
-"""What it takes from the run's state whenever that is written."""
-_WRITTEN = (METRICS_FILE, STATE_FILE, HISTORY_FILE)  # by an attempt, while it lived
+"""Fields copied from the run's state at each of its changes."""
+_WRITTEN = (METRICS_FILE, STATE_FILE, HISTORY_FILE)  # written by an attempt while it lived
 
 
 class RunHistory:
-    """The attempts of the run in `folder`, of which this process may be the newest. For one thread at a time."""
+    """Attempts of the run in `folder`; this process may be the newest. For one thread at a time."""
 
     _begun: ClassVar[dict[Path, tuple[int, float]]] = {}
-    """By folder, the attempt that this process has begun last: its number and its start."""
+    """Last attempt begun by this process, by folder: its number and its start."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / HISTORY_FILE
@@ -40,7 +40,7 @@ class RunHistory:
         self._has_warned = False
 
     def next_attempt(self) -> int:
-        """Above every one that another process has begun; 0 where there is none."""
+        """Return the next attempt's number: one more than the largest of other processes; 0 for the first."""
         begun = self._begun.get(self._folder)
         try:
             attempts = self._read()
@@ -49,12 +49,13 @@ class RunHistory:
         return max((each["attempt"] for each in attempts if _key(each) != begun), default=-1) + 1
 
     def begin(self, state: Mapping[str, Any], settings: Mapping[str, Any], *, goes_on: bool) -> None:
-        """Add this process's attempt. What still says that it runs was killed: nobody else is in the folder.
+        """Add this process's attempt. Other attempts still marked running were killed, since the lock excludes other
+        jobs.
 
         Args:
-            state: the run's, as the attempt begins.
+            state: the run's, at the attempt's start.
             settings: the attempt's `arguments`, `changed` and `topology`.
-            goes_on: whether this is the attempt that this process has begun already, if it has.
+            goes_on: continue the attempt this process has begun already, if any.
         """
         try:
             self._attempts = self._read_or_quarantine()
@@ -74,7 +75,7 @@ class RunHistory:
             own = {name: state[name] for name in ("attempt", "job", "started", *FOLLOWED)}
             own |= {"ended": None, "from_step": 0, "failure": None, **provenance(), **settings}
             if any(each["started"] == own["started"] for each in self._attempts):
-                own["started"] = time.time()  # a second trainer of a process, or a rank that torchrun has started again
+                own["started"] = time.time()  # a second trainer of a process, or a rank restarted by torchrun
             self._attempts.append(own)
         self._own = own
         self._begun[self._folder] = _key(own)
@@ -83,11 +84,11 @@ class RunHistory:
     def follow(
         self, state: Mapping[str, Any], *, from_step: int | None = None, failure: Mapping[str, Any] | None = None
     ) -> None:
-        """Say what the run's state says now; without effect before `begin`.
+        """Copy the run's state into the attempt; has no effect before `begin`.
 
         Args:
-            from_step: of an attempt that begins to train.
-            failure: the job's record; the first one stays.
+            from_step: first step of an attempt that begins to train.
+            failure: the job's record; the first one is kept.
         """
         own = self._own
         if own is None:
@@ -106,13 +107,14 @@ class RunHistory:
         self._write(own)
 
     def close(self) -> None:
-        """This process leaves the folder: what still runs has ended, by the exception that is under way, if one is."""
+        """End a running attempt as this process leaves the folder: failed if an exception is being raised, else
+        finished."""
         own, self._own = self._own, None
         if own is None or own["state"] != "running" or os.getpid() != self._pid:
             return
         with contextlib.suppress(OSError, *DAMAGED):
             if any(each["state"] != "running" for each in self._read() if _key(each) == _key(own)):
-                return  # `record_early_failure` has reported it
+                return  # `record_early_failure` has recorded it
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
         own["state"] = "failed" if has_failed else "finished"
@@ -123,7 +125,7 @@ class RunHistory:
     # -- the file -------------------------------------------------------------------------------------------------
 
     def _read(self) -> list[Entry]:
-        """Raises one of `DAMAGED`, or OSError."""
+        """Read the attempts. Raises one of `DAMAGED`, or OSError."""
         try:
             attempts = read_attempts(self.path.parent)
         except FileNotFoundError:
@@ -144,14 +146,14 @@ class RunHistory:
             return []
 
     def _write(self, own: Entry) -> None:
-        """`own` in its place among what stands there by now, for `record_early_failure` may have been in the folder."""
+        """Write `own` into the attempts now in the file: `record_early_failure` may have changed it."""
         with contextlib.suppress(OSError, *DAMAGED):
             there = self._read()
             if any(_key(each) == _key(own) for each in there):
                 self._attempts = [own if _key(each) == _key(own) else each for each in there]
         try:
             write_atomically(self.path, json.dumps({"attempts": self._attempts}, indent=1))
-        except OSError as error:  # a full disk may be what the attempt fails of, which the caller is telling
+        except OSError as error:  # a full disk may be the very cause the caller is recording
             if not self._has_warned:
                 self._warn(f"cannot write {self.path}: {error}")
             self._has_warned = True
@@ -160,7 +162,8 @@ class RunHistory:
         warnings.warn(text, stacklevel=4)
 
     def _mark_silent(self, entry: Entry) -> None:
-        """Of an attempt whose process was killed: when it wrote last, and which step it had told of."""
+        """Mark an attempt whose process was killed as failed, with the time of its last write and its last logged
+        step."""
         entry.update(state="failed", why=WITHOUT_A_WORD)
         times = [entry["started"]]
         for name in _WRITTEN:
@@ -177,7 +180,7 @@ def _key(entry: Entry) -> tuple[int, float]:
 
 
 def _last_line(path: Path) -> dict[str, Any]:
-    """The last whole line; {} where there is none."""
+    """Return the last complete line; {} if there is none."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         for line in reversed(file.read().splitlines()):

@@ -1,4 +1,4 @@
-"""Every logged step as one JSON object per line, whatever trackers are configured; and what is counted for it."""
+"""`metrics.jsonl`: every logged step as one line of JSON, whatever trackers are configured; some metrics of its own."""
 
 import json
 import time
@@ -15,10 +15,10 @@ from grpo.record.files import METRICS_FILE
 
 
 class MetricsFile(TrainerCallback):
-    """Appends to `<output_dir>/metrics.jsonl` on global rank 0; `RunFolder` has cut it to the steps that count.
+    """Appends to `<output_dir>/metrics.jsonl` on global rank 0; `RunFolder` has cut it at the resumed step.
 
     Args:
-        more: what stands in a line beside the time and what is logged, at its beginning and at its end.
+        more: returns fields to put before and after the logged ones.
     """
 
     def __init__(self, more: Callable[[], tuple[dict[str, Any], dict[str, Any]]]) -> None:
@@ -31,7 +31,7 @@ class MetricsFile(TrainerCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             first, last = self._more()
             line = {"step": state.global_step, "time": round(time.time(), 3), **first, **logs}
-            if "reward" in logs:  # and not the totals at the end
+            if "reward" in logs:  # not for the totals at the end
                 line |= last
             with path.open("a") as lines:
                 lines.write(json.dumps(line) + "\n")
@@ -41,7 +41,7 @@ def completion_lengths(scored: dict[str, Any], accelerator: Accelerator) -> dict
     """Quantiles of the completions' lengths, in tokens, over all ranks. Collective.
 
     Args:
-        scored: a batch, as `_generate_and_score_completions` returns it; what is masked altogether does not count.
+        scored: a batch from `_generate_and_score_completions`; fully masked completions do not count.
     """
     lengths = accelerator.gather(models_tokens(scored).sum(1)).float()
     lengths = lengths[lengths > 0]
@@ -52,10 +52,10 @@ def completion_lengths(scored: dict[str, Any], accelerator: Accelerator) -> dict
 
 
 def clipped_share(scored: dict[str, Any], args: trl.GRPOConfig, accelerator: Accelerator) -> dict[str, float]:
-    """The share of what TRL's importance sampling has clipped or masked, over all ranks. Collective.
+    """Share of tokens or sequences clipped or masked by TRL's importance sampling, over all ranks. Collective.
 
     Args:
-        scored: a batch, as `_generate_and_score_completions` returns it.
+        scored: a batch from `_generate_and_score_completions`.
     """
     counts = count_clipped(
         scored["importance_sampling_ratio"],
@@ -69,10 +69,10 @@ def clipped_share(scored: dict[str, Any], args: trl.GRPOConfig, accelerator: Acc
 
 
 def models_tokens(scored: Mapping[str, Any]) -> torch.Tensor:
-    """[completions, tokens] bool: what the model has sampled, neither padding nor what a tool said.
+    """Mask of sampled tokens, without padding and tool results. [completions, tokens] bool.
 
     Args:
-        scored: a batch, as `_generate_and_score_completions` returns it.
+        scored: a batch from `_generate_and_score_completions`.
     """
     mask = scored["completion_mask"].bool()
     return mask & scored["tool_mask"].bool() if scored.get("tool_mask") is not None else mask
@@ -81,11 +81,11 @@ def models_tokens(scored: Mapping[str, Any]) -> torch.Tensor:
 def count_clipped(
     ratio: torch.Tensor, completion_mask: torch.Tensor, *, mode: str, clip_min: float | None, clip_max: float | None
 ) -> torch.Tensor:
-    """What TRL's importance sampling has clipped or masked, and of how many. [2] int64.
+    """Count (clipped or masked, all) of TRL's importance sampling. [2] int64.
 
     Args:
-        ratio: after TRL's correction: [completions, tokens], or [completions, 1] in the modes of whole sequences.
-        completion_mask: [completions, tokens], 0 on padding, and on what tools said.
+        ratio: after TRL's correction: [completions, tokens], or [completions, 1] in the sequence modes.
+        completion_mask: [completions, tokens], 0 on padding and on tool results.
         mode: TRL's `vllm_importance_sampling_mode`.
     """
     if mode.endswith("mask"):

@@ -1,7 +1,7 @@
-"""`profile_steps`: torch's profiler over some optimizer steps, and what share of them was communication.
+"""`profile_steps`: torch's profiler over some optimizer steps, and the share of communication in them.
 
-Over NCCL and gloo alike: what counts as communication is reported by names, as torch gives them (`nccl...` kernels,
-`gloo:...` and `c10d::...` operators).
+Works for NCCL and gloo: communication is recognised by torch's names (`nccl...` kernels, `gloo:...` and `c10d::...`
+operators).
 """
 
 import logging
@@ -22,11 +22,11 @@ _COMMUNICATION = ("nccl", "gloo:", "c10d::")
 
 
 class ProfileSteps(TrainerCallback):
-    """Profiles `steps`, counted from 1, on this rank; writes a Chrome trace and tells the shares of the time.
+    """Profiles `steps`, counted from 1, on this rank; writes a Chrome trace and logs the shares of the time.
 
     Args:
-        metrics: is given `profile/computation_share`, `profile/communication_share` and `profile/nothing_share` at the
-            end of the last of the steps; TRL logs rank 0's, and every rank says them.
+        metrics: receives `profile/computation_share`, `profile/communication_share` and `profile/nothing_share` at the
+            end of the last step. TRL logs rank 0's; every rank prints its own.
     """
 
     def __init__(self, steps: range, rank: int, metrics: MutableMapping[str, list[float]]) -> None:
@@ -36,7 +36,7 @@ class ProfileSteps(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # Steps before the first one may have been done by an earlier attempt.
+        # An earlier attempt may have done steps before the first one.
         if self._profiler is None and self._steps and state.global_step + 1 in self._steps:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -56,7 +56,7 @@ class ProfileSteps(TrainerCallback):
 
     def _finish(self, output_dir: Path) -> None:
         profiler, self._profiler, steps = self._profiler, None, self._steps
-        self._steps = range(0)  # once an attempt
+        self._steps = range(0)  # once per attempt
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # these steps are slower anyway
         profiler.stop()
@@ -72,11 +72,11 @@ class ProfileSteps(TrainerCallback):
 
 
 def shares(events: Iterable[Any]) -> dict[str, float]:
-    """Of the time between the first and the last event: what was computation, what was communication that nothing was
-    computed beside, and what was neither.
+    """Split the time between the first and the last event into shares: computation, communication not overlapped by
+    computation, and neither.
 
     Args:
-        events: torch's `FunctionEvent`s. Where there are any of a GPU, they alone count: kernels and copies; else
+        events: torch's `FunctionEvent`s. With events of a GPU, only those count (kernels and copies); otherwise
             operators on CPUs.
     """
     events = [event for event in events if not event.is_user_annotation]
@@ -89,7 +89,7 @@ def shares(events: Iterable[Any]) -> dict[str, float]:
     if on_gpu:
         computing = _covered(event for event in counted if not _is_communication(event.name))
         communicating = max(0.0, either - computing)
-    else:  # an operator that waits for a collective is none that computes
+    else:  # an operator that waits for a collective does not compute
         communicating = _covered(event for event in counted if _is_communication(event.name))
         computing = max(0.0, either - communicating)
     return {

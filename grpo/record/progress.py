@@ -1,6 +1,6 @@
-"""How training goes on, on rank 0's screen: a bar on a terminal, elsewhere one line at every log.
+"""Progress of training on rank 0's screen: a bar on a terminal, elsewhere one line per log step.
 
-It takes the place of transformers' callbacks, which print all metrics at every log; they are in metrics.jsonl.
+Replaces transformers' callbacks, which print all metrics at every log step; those are in metrics.jsonl.
 """
 
 import contextlib
@@ -20,22 +20,23 @@ from grpo.place.launch import read_launch
 from grpo.place.log import FILE_ONLY
 from grpo.record.screen import show_log, speak_above
 
-PACE_S = 3600.0  # a step's time is the mean over so long: several generation batches, with a save or not
+PACE_S = 3600.0  # window of the mean step time: covers several generation batches, with and without a save
 _log = logging.getLogger(__name__)
-_GONE = (OSError, ValueError)  # of a terminal that is no more: training goes on without it
+_GONE = (OSError, ValueError)  # raised by a terminal that is gone: training goes on
 
 
 class ProgressOnScreen(TrainerCallback):
     """Shows steps, reward, tokens/s, waiting share, slowest node and the time left, on global rank 0.
 
-    A bar where the console is a terminal and `disable_tqdm` is off. The trainer calls `close` at the end: after an
-    error transformers calls no callback.
+    Draws a bar if the console is a terminal and `disable_tqdm` is off. The trainer calls `close` at the end, because
+    transformers calls no callback after an error.
 
     The bar is drawn by the calls that change it, never by a thread of its own: data loaders fork, and would inherit its
-    lock. Standard error does not go through it: the thread that ends a rank writes there, and must wait for no lock.
+    lock. Standard error does not pass through it: the thread that ends a rank writes there, and must not wait for a
+    lock.
 
     Args:
-        console: to draw on; standard output if it is not given.
+        console: to draw on; default: standard output.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,7 +44,7 @@ class ProgressOnScreen(TrainerCallback):
         self._clock = clock
         self._num_nodes = 1
         self._bar: Progress | None = None
-        """From the begin of training to `close`, on rank 0. Not started where lines are shown instead."""
+        """Bar from the start of training until `close`, on rank 0. Not started if lines are shown instead."""
         self._has_lines = False
         self._evaluation: TaskID | None = None
         self._figures: list[str] = []
@@ -115,7 +116,7 @@ class ProgressOnScreen(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Take the bar away. Safe to call twice."""
+        """Remove the bar. Safe to call twice."""
         if self._bar is not None:
             self._hide(self._bar)
             self._bar = self._evaluation = None
@@ -123,7 +124,7 @@ class ProgressOnScreen(TrainerCallback):
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Without a bar, for code that writes to the terminal past it."""
+        """Hide the bar in a `with` block, for code that writes directly to the terminal."""
         if self._bar is not None:
             self._hide(self._bar)
         try:
@@ -153,7 +154,7 @@ class ProgressOnScreen(TrainerCallback):
 
 
 def time_figures(steps: Task) -> list[str]:
-    """A step's time and the time left; empty before the second step. Of the first one nothing counts: it warms up."""
+    """Format the step time and the time left; [] before the second step. Excludes the first step, a warm-up."""
     if not steps.speed:
         return []
     left_s = steps.remaining / steps.speed if steps.remaining else 0.0
@@ -161,10 +162,10 @@ def time_figures(steps: Task) -> list[str]:
 
 
 def figures(logs: Mapping[str, Any], num_nodes: int, *, prefix: str = "") -> list[str]:
-    """What one looks at, of what was logged for training, or with `eval_` for an evaluation; empty where it is neither.
+    """Format the main figures of a training log, or with `eval_` of an evaluation's; [] for other logs.
 
     Args:
-        logs: as `metrics.jsonl` has them; what is missing or None is left out.
+        logs: as in `metrics.jsonl`; missing and None values are left out.
     """
 
     def figure(name: str) -> float | None:
@@ -179,7 +180,7 @@ def figures(logs: Mapping[str, Any], num_nodes: int, *, prefix: str = "") -> lis
         shown.append(f"{rate:.0f} tokens/s" + (" a node" if num_nodes > 1 else ""))
     if share is not None:
         shown.append(f"waiting {100 * share:.0f} %")
-    if num_nodes > 1 and slowest is not None and float(slowest).is_integer():  # a mean over nodes says nothing
+    if num_nodes > 1 and slowest is not None and float(slowest).is_integer():  # a mean over nodes has no meaning
         generate = "rollout/generate_s"
         mean_s, most_s = figure(generate), figure(f"{generate}_max")
         behind = f" ({most_s / mean_s:.1f}x the mean time)" if mean_s and most_s else ""
@@ -188,7 +189,7 @@ def figures(logs: Mapping[str, Any], num_nodes: int, *, prefix: str = "") -> lis
 
 
 def duration(seconds: float) -> str:
-    """For a person: "0.4 s", "12 s", "22 min", "3 h 05 min"."""
+    """Format seconds for reading: "0.4 s", "12 s", "22 min", "3 h 05 min"."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     if seconds < 99.5:
@@ -199,9 +200,9 @@ def duration(seconds: float) -> str:
 
 class _Console(Console):
     def show_cursor(self, show: bool = True) -> bool:
-        """A rank that is killed could not bring a hidden cursor back."""
+        """Never hide the cursor: a killed rank could not restore it."""
         return False
 
     def on_broken_pipe(self) -> None:
-        """rich would end the process."""
+        """Mute the console only: rich would end the process."""
         self.quiet = True

@@ -1,4 +1,4 @@
-"""What an attempt runs: its arguments and command without secrets, the versions of what is installed, its commit."""
+"""Provenance of an attempt: arguments and command without secrets, installed versions, git commit."""
 
 import json
 import math
@@ -22,21 +22,21 @@ MASK = "<masked>"
 MAX_TEXT = 10_000  # characters of one value
 
 _SECRET_NAME = re.compile(r"token|key|secret|passw|credential|authorization", re.IGNORECASE)
-# By their looks, whatever they stand behind: tokens of Hugging Face and OpenAI, credentials in a URL.
+# Secrets recognised by their form, under any name: tokens of Hugging Face and OpenAI, credentials in a URL.
 _SECRET_TEXT = re.compile(r"\b(hf_|api_org_|sk-)[A-Za-z0-9_\-]{16,}|(?<=://)[^/\s@]+(?=@)")
 _NUMBER = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", re.IGNORECASE)
 
 
 def arguments_of(args: Any) -> dict[str, Any]:
-    """A dataclass of arguments as JSON holds it, without secrets. Changes nothing in it.
+    """Return a dataclass of arguments as JSON-compatible values, without secrets. Does not modify it.
 
-    transformers' `to_dict` (5.17) would: it writes dtypes and quantisation settings into the user's dicts as text.
+    transformers' `to_dict` (5.17) would: it converts dtypes and quantisation settings in the user's dicts to text.
     """
     return {each.name: without_secrets(getattr(args, each.name), each.name) for each in fields(args) if each.init}
 
 
 def changed_from_defaults(args: Any) -> list[str]:
-    """Names of the fields that hold something else than their class's default, by hand or because others ask for it."""
+    """Names of non-default fields, set by hand or derived from other fields."""
 
     def is_changed(each: Any) -> bool:
         default = each.default if each.default_factory is MISSING else each.default_factory()
@@ -46,7 +46,7 @@ def changed_from_defaults(args: Any) -> list[str]:
 
 
 def beside_options(arguments: Mapping[str, Any]) -> dict[str, bool]:
-    """Of a trainer's other arguments those that decide which options it takes, for who reads `run.json`."""
+    """Trainer arguments beside `args` that decide which options apply, for readers of `run.json`."""
     from datasets import IterableDataset  # a launcher and a script's first lines have no need of it
 
     said = {name: True for name in ("tools", "environment_factory", "rollout_func") if arguments[name]}
@@ -54,7 +54,8 @@ def beside_options(arguments: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """`value` as JSON holds it; texts whose name is a secret's are masked, as are texts that look like one."""
+    """Return `value` as JSON-compatible data; texts under secret names, and texts that look like secrets, are
+    masked."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -74,7 +75,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 
 def command_without_secrets(argv: Sequence[str]) -> list[str]:
-    """A command line whose secrets are masked: `--hub_token X`, `--hub_token=X`, and inside JSON. Numbers stay."""
+    """Return a command line with secrets masked: `--hub_token X`, `--hub_token=X`, and inside JSON. Numbers stay."""
     reported = []
     is_secret = False
     for argument in argv:
@@ -97,14 +98,14 @@ def _shown(value: str, name: str) -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """Of what trains and samples, imported or not; what is not installed is left out."""
+    """Versions of the installed packages for training and sampling; missing ones are left out."""
     return {"grpo" if name == DISTRIBUTION else name: version for name, version in read_versions().items()}
 
 
 def commit_of(script: str, *, timeout_s: float = GIT_S) -> tuple[str | None, bool | None]:
-    """The commit of the repository that `script` lies in, and whether files that it tracks have changed since.
+    """Return the commit of `script`'s repository, and True if tracked files have changed since.
 
-    None for what is not known: no script, no repository, no git, or no answer in time. Runs no hook and takes no lock.
+    Each is None if unknown: no script, no repository, no git, or no answer in time. Runs no hook and takes no lock.
     """
     folder = Path(script).absolute().parent
     if not Path(script).is_file():
@@ -118,7 +119,7 @@ def commit_of(script: str, *, timeout_s: float = GIT_S) -> tuple[str | None, boo
 
 
 def _git(folder: Path, words: Sequence[str], deadline: float) -> str | None:
-    # No fsmonitor: it is a program that the repository names. No lock: a commit may be under way.
+    # No fsmonitor: the repository could name any program. No lock: a commit may be in progress.
     line = ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "--no-optional-locks", *words]
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
@@ -137,13 +138,13 @@ def _git(folder: Path, words: Sequence[str], deadline: float) -> str | None:
     try:
         said, _ = git.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        git.kill()  # not waited for: a file system that hangs holds it, and would hold us
+        git.kill()  # not waited for: a hanging file system may hold it, and would hold us
         return None
     return said.strip() if git.returncode == 0 else None
 
 
 def provenance() -> dict[str, Any]:
-    """Of this process: what does not depend on the arguments."""
+    """Provenance of this process, independent of the arguments."""
     commit, is_dirty = commit_of(sys.argv[0])
     return {
         "command": command_without_secrets(sys.argv),
@@ -155,7 +156,7 @@ def provenance() -> dict[str, Any]:
 
 
 def where_it_runs(places: Sequence[tuple[int, str]], topology: NodeTopology | None) -> dict[str, Any]:
-    """The `topology` of `run.json`.
+    """Return the `topology` of `run.json`.
 
     Args:
         places: node and host of every rank.

@@ -1,4 +1,4 @@
-"""What a run says of itself on rank 0's screen: what runs where when it begins, what came of it when it ends."""
+"""Output of a run on rank 0's screen: placement at the start, a summary at the end."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ _bar_console: Console | None = None
 
 
 class Screen(UnlockedHandler):
-    """Shows what a user reads: INFO of rank 0, and of other ranks what is marked so; see `grpo.place.log`."""
+    """Log handler for the screen: INFO of rank 0, and records of other ranks marked for it; see `grpo.place.log`."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(logging.INFO)
@@ -36,7 +36,7 @@ _screen: Screen | None = None
 
 
 def show_log(level: int | None = None) -> None:
-    """Have this rank's records kept for its log, and those that a user reads shown. Again to set another level.
+    """Collect this rank's log records, and show those for users on the screen. Call again to set another level.
 
     Args:
         level: as for `start_log`.
@@ -46,25 +46,26 @@ def show_log(level: int | None = None) -> None:
     if _screen is None:
         try:
             rank = read_launch(os.environ).rank
-        except ValueError:  # reported where the launch is looked at
+        except ValueError:  # reported when the launch is checked
             rank = 0
         _screen = Screen(rank)
         logging.getLogger("grpo").addHandler(_screen)
 
 
 def speak_above(console: Console | None) -> None:
-    """Until the next call `say` writes above the bar that is drawn on this console."""
+    """Let `say` print above the bar drawn on this console, until the next call."""
     global _bar_console
     _bar_console = console
 
 
 def say(*lines: str) -> None:
-    """Beside a progress bar, not into it. From any thread; a screen that is gone or full is no reason to fail."""
+    """Print lines beside a progress bar, not into it. From any thread; a closed or full screen does not fail the
+    job."""
     try:
         for line in lines:
             if (console := _bar_console) is not None:
                 console.print(f"[grpo] {line}", markup=False, highlight=False, soft_wrap=True)
-            elif sys.stdout is not None:  # None where the process began without one
+            elif sys.stdout is not None:  # None if the process started without one
                 tqdm.write(f"[grpo] {line}")
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -72,17 +73,17 @@ def say(*lines: str) -> None:
         if error.errno == errno.EPIPE:
             _write_to_nobody()
     except ValueError:  # a closed file
-        sys.stdout = None  # print takes it for no screen
+        sys.stdout = None  # print takes None for no screen
 
 
 def _write_to_nobody() -> None:
-    """Whoever read standard output is gone: what others print, and Python at its end, would fail as well."""
+    """Redirect standard output to /dev/null once its reader is gone: later prints, and Python's exit, would fail."""
     with open(os.devnull, "w") as nobody, contextlib.suppress(OSError, ValueError):
         os.dup2(nobody.fileno(), sys.stdout.fileno())
 
 
 def what_runs_where(topology: NodeTopology, output_dir: Path, *, model: str) -> list[str]:
-    """Of this node by name, of the others by number: where the ranks train, where the engines generate."""
+    """Lines about placement: GPUs and hosts of this node's ranks and engines, and the number of the others."""
     nodes, engines = _count(topology.num_nodes, "node"), _count(topology.num_engines, "engine")
     ranks = _span("rank", [str(rank) for rank in topology.node_ranks])
     if topology.devices:
@@ -101,13 +102,14 @@ def what_runs_where(topology: NodeTopology, output_dir: Path, *, model: str) -> 
 
 
 def what_came_of_it(log_history: Sequence[Mapping[str, Any]], output_dir: Path, *, first_step: int) -> list[str]:
-    """Steps, seconds, the reward at both ends; and where everything is.
+    """Lines about the result: steps, seconds, first and last reward, and the locations of files.
 
     Args:
-        first_step: steps that earlier attempts have done; the seconds are this one's.
+        first_step: steps done by earlier attempts; the seconds are this one's.
     """
     totals = next((log for log in reversed(log_history) if "train_runtime" in log), None)
-    rewards = [log["reward"] for log in log_history if log.get("reward") is not None]  # TRL's log of no reward at all
+    # TRL logs None without any reward
+    rewards = [log["reward"] for log in log_history if log.get("reward") is not None]
     lines = []
     if totals is not None:
         reward = f", reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} at last" if rewards else ""
@@ -121,7 +123,7 @@ def what_came_of_it(log_history: Sequence[Mapping[str, Any]], output_dir: Path, 
 
 
 def _sum(counts: Sequence[int]) -> str:
-    """'7 + 6'."""
+    """Join as '7 + 6'."""
     return " + ".join(map(str, counts))
 
 

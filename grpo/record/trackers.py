@@ -1,7 +1,7 @@
-"""What trackers (`report_to`) are reported, so that the attempts of a run are one run to them.
+"""Settings of trackers (`report_to`), so that all attempts of a run appear as one run.
 
-W&B goes on by id, Trackio by name, TensorBoard by folder. What an attempt logged after the checkpoint that the next one
-goes on from: TensorBoard forgets it; W&B and Trackio keep it beside what is logged again.
+W&B continues by id, Trackio by name, TensorBoard by folder. Steps logged after the checkpoint a later attempt resumes
+from: TensorBoard drops them; W&B and Trackio keep both versions.
 """
 
 import contextlib
@@ -17,15 +17,16 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 @contextlib.contextmanager
 def naming_run(args: TrainingArguments, tracker_run: str) -> Iterator[None]:
-    """Tell W&B and Trackio which run it is; afterwards another trainer of this process is another run. On every rank.
+    """Name the run for W&B and Trackio in a `with` block; another trainer of this process is another run. On every
+    rank.
 
-    A `WANDB_RUN_ID` that is there is the user's own.
+    An existing `WANDB_RUN_ID` is the user's, and is kept.
     """
     wished = {"WANDB_RUN_ID": tracker_run, "WANDB_RESUME": "allow"}  # read by wandb.init, in transformers' callback
     ours = {name: value for name, value in wished.items() if name not in os.environ}
     run_name = args.run_name
     if run_name is None:
-        args.run_name = f"{Path(args.output_dir).name}-{tracker_run}"  # Trackio goes on by name
+        args.run_name = f"{Path(args.output_dir).name}-{tracker_run}"  # Trackio continues by name
     os.environ.update(ours)
     try:
         yield
@@ -36,15 +37,15 @@ def naming_run(args: TrainingArguments, tracker_run: str) -> Iterator[None]:
 
 
 def open_tensorboard(callbacks: list[TrainerCallback], output_dir: Path, tracker_run: str, *, first_step: int) -> None:
-    """Let transformers' callback, if there is one, go on in the run's own folder. On rank 0.
+    """Let transformers' TensorBoard callback, if there is one, continue in the run's own folder. On rank 0.
 
-    It would begin `runs/<date>_<host>` in each attempt (5.17), which is another run to TensorBoard.
+    By default it would start `runs/<date>_<host>` in each attempt (5.17): another run for TensorBoard.
 
     Args:
-        first_step: the step after which this attempt goes on; what an earlier one wrote of later steps is forgotten.
+        first_step: step this attempt resumes after; later steps of earlier attempts are dropped.
     """
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is None:
             folder = callback.logging_dir or str(output_dir / TENSORBOARD_FOLDER / tracker_run)
-            callback.logging_dir = folder  # as TENSORBOARD_LOGGING_DIR says, where it does
+            callback.logging_dir = folder  # TENSORBOARD_LOGGING_DIR, if set
             callback.tb_writer = callback._SummaryWriter(log_dir=folder, purge_step=first_step + 1)

@@ -1,5 +1,5 @@
-"""Reward functions: code of the user's with a deadline, which runs while the trainer does something else.
+"""Reward functions: users' code with a deadline, run while the trainer does other work.
 
-The seam and the trainer use it; it may import `record`, `faults` and `place`.
-It must not know engines, nor how completions come to be.
+The seam and the trainer use it; it may import `record`, `faults` and `place`. It must not know engines, nor the origin
+of completions.
 """

@@ -1,4 +1,4 @@
-"""A rank's batch, as reward functions see it: all of it, or some of its rows."""
+"""A rank's batch, as passed to reward functions: all of it, or some of its rows."""
 
 import copy
 from collections import defaultdict
@@ -10,7 +10,7 @@ _OWN = ("prompt", "completion", "completion_ids")
 
 
 class Rows:
-    """The arguments that TRL gives a reward function (1.16, `_calculate_rewards`), row by row.
+    """Arguments of reward functions as in TRL (1.16, `_calculate_rewards`), row by row.
 
     Args:
         inputs: the rank's rows of the data set.
@@ -26,7 +26,7 @@ class Rows:
         state: Any,
     ) -> None:
         self.completions: list[Any] = [None] * len(prompts)
-        """Those that are known."""
+        """Completions known so far; None for the others."""
         self.completion_ids: list[list[int]] = [[] for _ in prompts]
         self._columns: dict[str, Sequence[Any]] = {
             name: [row[name] for row in inputs] for name in inputs[0] if name not in _OWN
@@ -40,22 +40,23 @@ class Rows:
         return len(self.completions)
 
     def hold(self, completions: Sequence[Any], completion_ids: Sequence[Any]) -> bool:
-        """Whether these are the completions."""
+        """True if these are the completions."""
         return self.completions == [*completions] and self.completion_ids == [[*ids] for ids in completion_ids]
 
     def has_columns_of(self, other: "Rows") -> bool:
-        """Whether functions are given the same of both, but for the completions."""
+        """True if functions would receive the same arguments for both, apart from the completions."""
         said = ("completions", "completion_ids")
         mine, others = (
             {name: values for name, values in rows._columns.items() if name not in said} for rows in (self, other)
         )
         try:
             return mine == others
-        except Exception:  # noqa: BLE001  arrays that are no longer the same: one or many truths
+        except Exception:  # noqa: BLE001  arrays that differ: their truth value is ambiguous
             return False
 
     def of(self, rows: Sequence[int], notes: "Notes") -> dict[str, Any]:
-        """For a call that scores `rows`. Its own copies of what was said: TRL may still make tensors of it."""
+        """Return the arguments of a call to score `rows`. Prompts and completions are copied: TRL may later convert its
+        own to tensors."""
         columns = {name: [values[row] for row in rows] for name, values in self._columns.items()}
         columns |= {name: copy.deepcopy(columns[name]) for name in ("prompts", "completions")}
         columns["completion_ids"] = [[*ids] for ids in columns["completion_ids"]]
@@ -69,7 +70,7 @@ class Rows:
 
 @dataclass(slots=True, eq=False)
 class Notes:
-    """What a call logs beside its rewards, until it is its turn."""
+    """Logs of a call, in addition to its rewards, held until they are written."""
 
     extra: list[tuple[str, list[Any]]] = field(default_factory=list)
     metrics: list[tuple[str, float]] = field(default_factory=list)
@@ -87,9 +88,9 @@ def log_all(
     log_extra: Callable[[str, list[Any]], None],
     log_metric: Callable[[str, float], None],
 ) -> None:
-    """Log what calls have noted, each column once and in the order of rows, whoever came first.
+    """Log the notes of all calls, each column once and in the order of rows, whichever call ended first.
 
-    Values that are not one for each of a call's rows go behind each other, as TRL has it.
+    Values that do not match a call's rows are concatenated, as in TRL.
     """
     columns: defaultdict[str, list[tuple[Sequence[int], list[Any]]]] = defaultdict(list)
     for rows, notes in sorted(calls, key=lambda call: tuple(call[0])):

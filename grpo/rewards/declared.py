@@ -1,4 +1,4 @@
-"""What a user says of a reward function: that it scores a completion, or a group of them, by itself."""
+"""Declarations of users: a reward function scores each completion, or each group, independently."""
 
 import functools
 import inspect
@@ -22,8 +22,8 @@ def scores_each(unit: Unit, *, ahead: bool = False) -> Callable[[Function], Func
     This is opt-in: a reward that normalises over the batch would give different values.
 
     Args:
-        unit: "completion", or "group" for the completions of one prompt; where a group lies on several ranks, those
-            that the rank has, as in TRL.
+        unit: "completion", or "group" for the completions of one prompt; if a group is spread over several ranks, only
+            the rank's own, as in TRL.
 
         ahead: with `generation_lookahead`, score completions of later batches as well, while the ranks train.
             `trainer_state` is then a copy, whose `global_step` is that of the step that will train on them.
@@ -46,9 +46,10 @@ def scores_each(unit: Unit, *, ahead: bool = False) -> Callable[[Function], Func
 
 
 def declared_of(func: Any) -> tuple[Unit | None, bool]:
-    """Its unit, None where the function may look at the whole batch, and whether it scores batches ahead.
+    """Return the declared unit, None if the function may look at the whole batch, and whether it scores batches ahead.
 
-    Of this very function: `functools.wraps` copies a mark to what is wrapped around it, and may normalise.
+    Only a declaration of this very function counts: `functools.wraps` copies the mark to a wrapper, which may
+    normalise.
     """
     while isinstance(func, functools.partial) and _MARK not in vars(func):
         func = func.func

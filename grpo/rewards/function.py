@@ -1,4 +1,4 @@
-"""One reward function: its deadline, its place on the timeline, and whether it can run beside the main thread."""
+"""One reward function: its deadline, its timeline span, and its thread."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,11 +16,11 @@ PHASE = "reward"
 
 
 class RewardFunction:
-    """A function as TRL calls it (1.16); past the deadline the job has failed, and shows where the function was.
+    """Reward function, called as in TRL (1.16). A missed deadline fails the job, with the stack of the function.
 
     Args:
         timeout_s: of one call.
-        beside: whether it may run beside the main thread; False: it runs where TRL calls it.
+        beside: it may run outside the main thread; False: it runs where TRL calls it.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RewardFunction:
         self._raised = f"{self._label} raised "
 
     def call_here(self, arguments: dict[str, Any]) -> list[Any]:
-        """In the main thread, which does nothing else meanwhile."""
+        """Call it in the main thread, which is blocked meanwhile."""
         with (
             self._timeline.span(SCORE, name=self.name),
             self._watch.limited(*self._limit),
@@ -47,13 +47,13 @@ class RewardFunction:
             return list(self._func(**arguments))
 
     def call_in_thread(self, arguments: dict[str, Any], limit: ExitStack) -> list[Any]:
-        """In any thread.
+        """Call it in any thread.
 
         Args:
-            limit: holds the deadline; whoever closes it waits for the call no more.
+            limit: holds the deadline; close it to stop waiting for the call.
 
         Raises:
-            NeedsMainThreadError: and what it brings, or raises, is of no worth.
+            NeedsMainThreadError: its result or exception is discarded.
         """
         with self._span(), limit, noticing_main_thread():
             limit.enter_context(self._watch.limits.around(*self._limit))
@@ -61,7 +61,7 @@ class RewardFunction:
                 return list(self._func(**arguments))
 
     async def call_async(self, arguments: dict[str, Any], limit: ExitStack) -> list[Any]:
-        """In an event loop; otherwise as `call_in_thread`."""
+        """Call it in an event loop; otherwise as `call_in_thread`."""
         with self._span(), limit:
             limit.enter_context(self._watch.limits.around(*self._limit))
             with own_streams(self._label), exits_as_errors(self._raised):

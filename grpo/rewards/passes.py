@@ -1,4 +1,4 @@
-"""What evaluation makes of the rewards of a prompt's completions: pass@k and avg@n."""
+"""Evaluation metrics over the completions of a prompt: pass@k and avg@n."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,10 @@ import numpy as np
 
 
 def best_of(rewards: np.ndarray, k: int) -> np.ndarray:
-    """The best of k completions in the mean over all ways to choose k of the n that there are. [prompts] float64.
+    """Expected best of k completions, over all choices of k out of n. [prompts] float64.
 
-    Of rewards that are 0 or 1 this is the unbiased estimate of pass@k, `1 - C(n - c, k) / C(n, k)` with c that are
-    right (Chen et al., https://arxiv.org/abs/2107.03374, section 2.1).
+    For rewards of 0 and 1 this is the unbiased estimate of pass@k, `1 - C(n - c, k) / C(n, k)` with c correct ones
+    (Chen et al., https://arxiv.org/abs/2107.03374, section 2.1).
 
     Args:
         rewards: [prompts, n].
@@ -22,7 +22,7 @@ def best_of(rewards: np.ndarray, k: int) -> np.ndarray:
         array([0.5])
     """
     n = rewards.shape[1]
-    # The i-th smallest, from 0, is the best of those C(i, k - 1) choices whose others are all below it.
+    # The i-th smallest, from 0, is the best in C(i, k - 1) choices: those with all others below it.
     weights = np.array([math.comb(i, k - 1) / math.comb(n, k) for i in range(n)])
     return np.sort(rewards.astype(np.float64), axis=1) @ weights
 
@@ -34,10 +34,10 @@ class Passes:
     Args:
         names: of the reward functions.
         weights: [functions], of their sum.
-        num_generations: completions of a prompt, which are neighbours.
-        at: the k of pass@k.
-        pass_reward: from which on a completion counts as right; None: rewards count as they are.
-        num_rows: completions that there are to score; what comes beyond them fills up the last batch. None: unknown.
+        num_generations: completions of a prompt, adjacent.
+        at: values of k in pass@k.
+        pass_reward: least reward of a correct completion; None: rewards are used as they are.
+        num_rows: number of completions to score; later ones pad the last batch. None: unknown.
     """
 
     names: Sequence[str]
@@ -49,13 +49,13 @@ class Passes:
     _batches: list[np.ndarray] = field(default_factory=list)
 
     def add(self, rewards: np.ndarray) -> None:
-        """[completions, functions], of all ranks in the order of rows; NaN: no reward."""
+        """Add [completions, functions] rewards of all ranks, in the order of rows; NaN: no reward."""
         self._batches.append(rewards)
 
     def metrics(self) -> Mapping[str, float]:
-        """By name, `pass@k` and `avg@n`; with several functions also of each, below `rewards/<name>/`.
+        """Compute `pass@k` and `avg@n`, by name; with several functions also for each, under `rewards/<name>/`.
 
-        A completion without a reward has 0, as in TRL's sum. {} where nothing was scored.
+        A completion without a reward counts as 0, as in TRL's sum. {} if nothing was scored.
         """
         rows = np.concatenate(self._batches)[: self.num_rows] if self._batches else np.empty((0, len(self.names)))
         rows = np.nan_to_num(rows[: len(rows) // self.num_generations * self.num_generations])

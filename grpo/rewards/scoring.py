@@ -1,4 +1,4 @@
-"""A rank's rewards, from when a completion is there to when TRL asks for them."""
+"""Scoring of a rank's batch, from the first completion to TRL's call for rewards."""
 
 import asyncio
 import copy
@@ -24,7 +24,7 @@ from grpo.rewards.batch import Notes, Rows, log_all
 from grpo.rewards.function import PHASE, RewardFunction
 
 Log = Callable[..., None]
-POLL_S = 0.2  # how often the main thread looks whether the job has failed elsewhere
+POLL_S = 0.2  # interval at which the main thread checks for a failure elsewhere
 _NEEDS = "cannot run beside the main thread: "
 
 
@@ -39,25 +39,25 @@ class _RewardCall:
 
 @dataclass(eq=False)
 class Scoring:
-    """Runs reward functions on a rank's batch, and gives TRL what they return where it calls them.
+    """Runs reward functions on a rank's batch, and returns their results when TRL calls them.
 
-    Synchronous ones run one at a time, in one thread, in the order in which they are given; asynchronous ones side by
-    side in the event loop. A function that is declared to score each completion or group by itself (`scores_each`)
-    begins with those that are there. Where a synchronous one finds that it is not in the main thread, it and those
-    behind it are called there instead, then and from then on. Models are left to TRL.
+    Synchronous functions run one at a time, in one thread, in the given order; asynchronous ones run concurrently in
+    the event loop. A function declared by `scores_each` starts with the completions available. If a synchronous one
+    turns out to need the main thread, it and the functions after it are called there from then on. Models are left to
+    TRL.
     """
 
     funcs: Sequence[Any]
     watch: FailureWatch
     _: KW_ONLY
     timeout_s: float
-    """Of one call."""
+    """Time limit of one call."""
     beside: bool
-    """Whether functions run beside the main thread at all; else each runs where TRL calls it."""
+    """False: each function runs where TRL calls it."""
     in_main_thread: Callable[[Any], bool] = lambda func: False
-    """Whether a synchronous one is called there all the same, with those behind it."""
+    """Returns True for a synchronous function to call in the main thread, with those after it."""
     loop: Callable[[], asyncio.AbstractEventLoop]
-    """Of asynchronous functions."""
+    """Returns the event loop for asynchronous functions."""
     timeline: Recorder = field(default_factory=Recorder)
     prepare: Callable[[], None] = lambda: None
     """Called first in the thread."""
@@ -66,7 +66,7 @@ class Scoring:
     timeouts: Timeouts = USUAL
 
     def __post_init__(self) -> None:
-        self.funcs = [*self.funcs]  # as they are now
+        self.funcs = [*self.funcs]  # a snapshot
         self._functions = [
             func
             if isinstance(func, nn.Module)
@@ -82,14 +82,14 @@ class Scoring:
         self._arrived: set[int] = set()
         self._calls: defaultdict[RewardFunction, list[_RewardCall]] = defaultdict(list)
         self._queued: dict[RewardFunction, _RewardCall] = {}
-        """Calls that have not begun; more rows may join them."""
+        """Calls not yet begun; more rows may join them."""
         may_move = [number for number, function in enumerate(self._functions) if _may_move(function)]
         self.move([number for number in may_move if self.in_main_thread(self.funcs[number])], None)
 
     def is_of(
         self, funcs: Sequence[Any], rows: Rows, completions: Sequence[Any], completion_ids: Sequence[Any]
     ) -> bool:
-        """Whether these functions score these completions, of rows with these columns."""
+        """True if the present batch has these functions, completions and columns."""
         own = self._rows
         return (
             self.scores(funcs)
@@ -103,7 +103,7 @@ class Scoring:
 
     @property
     def starts_early(self) -> bool:
-        """Whether a function has something to do before all completions are there."""
+        """True if a function can start before all completions are there."""
         return any(function.unit is not None and function.runs_beside for function in self._own())
 
     @property
@@ -123,17 +123,17 @@ class Scoring:
     # -- a batch --------------------------------------------------------------------------------------------------
 
     def begin(self, rows: Rows, groups: Sequence[Sequence[int]]) -> None:
-        """Completions of these rows are being sampled; what was before is forgotten.
+        """Begin a batch whose completions are being sampled; drops the previous one.
 
         Args:
-            groups: the rows of each prompt, of those that this rank has.
+            groups: rows of each prompt, on this rank.
         """
         self.drop()
         with self._lock:
             self._rows, self._groups = rows, groups
 
     def add(self, row: int, completion: Any, token_ids: Sequence[int]) -> None:
-        """This completion is there. From any thread."""
+        """Add a finished completion. From any thread."""
         with self._lock:
             assert self._rows is not None, "a batch has begun"
             self._rows.completions[row], self._rows.completion_ids[row] = completion, [*token_ids]
@@ -153,15 +153,15 @@ class Scoring:
         *,
         refused: Sequence[bool] | None = None,
     ) -> None:
-        """All completions are there.
+        """Start scoring everything left: all completions are there.
 
         Args:
-            refused: of each row, whether no function is to see it; it has no reward.
+            refused: True for each row to leave out; it gets no reward.
         """
         with self._lock:
             if self._rows is None:
                 early = set[int]()
-            else:  # what was added is what has come of it in the end; else it is scored again
+            else:  # early scores count if the completion is unchanged; otherwise it is scored again
                 known = zip(self._rows.completions, self._rows.completion_ids, completions, completion_ids, strict=True)
                 early = {
                     row
@@ -176,7 +176,7 @@ class Scoring:
                     self._submit_rest(function, early)
 
     def stand_ins(self) -> list[Any]:
-        """In the place of the functions, for TRL to call: they give what those have returned. Each is called once."""
+        """Return replacements of the functions for TRL to call once each: they return the functions' results."""
         return [
             function
             if isinstance(function, nn.Module)
@@ -187,12 +187,11 @@ class Scoring:
         ]
 
     def compare(self) -> list[bool]:
-        """Which functions have to be called in the main thread: they find so, or answer otherwise beside it.
+        """Find functions that need the main thread: they say so, or give other results outside it.
 
-        The second is tried on one group of the batch, which has started: once in the thread, twice in the main thread.
-        Where both answers of the main thread agree, and the first does not, it is wrong. Asynchronous functions and
-        models are passed over, as are those that raise, and those that take longer than `timeouts.compare_s`. Not
-        collective.
+        The latter is tested on one group of the batch, which has started: once in the thread, twice in the main thread.
+        If both results of the main thread agree and the first differs, the first is wrong. Skips models, asynchronous
+        functions, and functions that raise or take longer than `timeouts.compare_s`. Not collective.
         """
         rows = next((kept for group in self._groups if (kept := [row for row in group if row in self._kept])), [])
         answering = [function for function in self._own() if function.runs_beside and self._has_answered(function)]
@@ -202,18 +201,18 @@ class Scoring:
         ]
 
     def move(self, functions: Sequence[int], why: str | None) -> None:
-        """Have these called in the main thread, with those behind them, in this batch and from then on.
+        """Call these functions, and those after them, in the main thread, in this batch and from then on.
 
         Args:
-            functions: their numbers.
-            why: said of the first that was not called there before; None: nothing is said.
+            functions: their indices.
+            why: logged for the first one not called there before; None: nothing is logged.
         """
         for function in (self._functions[number] for number in functions):
             if function.runs_beside:
                 self._move_to_main_thread(function, why)
 
     def _has_answered(self, function: RewardFunction) -> bool:
-        """Wait for its calls, as no other one may run while it is called in the main thread."""
+        """Wait for its calls: no other one may run while it is called in the main thread."""
         if function.is_async:
             return False
         try:
@@ -239,14 +238,14 @@ class Scoring:
                     return False
                 here.append(_numbers(function.call_here(self._arguments(_RewardCall(rows=[*rows])))))
             return _same(*here) and not _same(beside, here[0])
-        except NeedsMainThreadError:  # of these rows; others it has scored there
+        except NeedsMainThreadError:  # for these rows; it has scored others there
             return True
         except Exception:  # noqa: BLE001  of the function: then nothing is known
             self.watch.check()
             return False
 
     def drop(self) -> None:
-        """Forget the batch; calls that have begun come to their end, and count for nothing."""
+        """Drop the batch; running calls finish, and are ignored."""
         with self._lock:
             for calls in self._calls.values():
                 for call in calls:
@@ -263,7 +262,7 @@ class Scoring:
         return [row] if function.unit == "completion" else next(group for group in self._groups if row in group)
 
     def _submit_rest(self, function: RewardFunction, early: "set[int]") -> None:
-        """Whatever is not being scored as it is now."""
+        """Submit all rows without a valid call."""
         good = [call for call in self._calls[function] if early.issuperset(call.rows)]
         for call in self._calls[function]:
             if call not in good:
@@ -282,7 +281,7 @@ class Scoring:
                 self._submit(function, rows)
 
     def _submit(self, function: RewardFunction, rows: Sequence[int]) -> None:
-        """With the lock held."""
+        """Submit a call; with the lock held."""
         if function.is_async:
             call = _RewardCall(rows=[*rows])
             arguments = self._arguments(call)
@@ -312,7 +311,7 @@ class Scoring:
         assert self._rows is not None, "a batch has begun"
         return self._rows.of(call.rows, call.notes)
 
-    # -- what TRL gets --------------------------------------------------------------------------------------------
+    # -- results for TRL --------------------------------------------------------------------------------------------
 
     def _collect(self, function: RewardFunction, *, log_extra: Log, log_metric: Log, **_: Any) -> list[Any]:
         calls: list[tuple[_RewardCall, list[Any]]] = []
@@ -338,7 +337,7 @@ class Scoring:
         return awaiting
 
     def _await(self, call: _RewardCall) -> list[Any]:
-        """What it returns, which the main thread waits for."""
+        """Wait in the main thread for a call, and return its result."""
         self._wait(call)
         return call.future.result()
 
@@ -347,7 +346,7 @@ class Scoring:
             self.watch.check()
 
     def _move_to_main_thread(self, function: RewardFunction, why: str | None) -> None:
-        """It, and all synchronous ones that TRL calls after it, which may rely on what it leaves."""
+        """Move it, and all later synchronous ones, which may rely on its effects, to the main thread."""
         with self._lock:
             moved = [each for each in self._functions[self._functions.index(function) :] if _may_move(each)]
             calls = [call for each in moved for call in self._calls.pop(each, [])]
@@ -366,7 +365,7 @@ class Scoring:
     def _rewards(
         self, function: RewardFunction, calls: Sequence[tuple[_RewardCall, list[Any]]], log_extra: Log, log_metric: Log
     ) -> list[Any]:
-        """In the order of rows; None, which TRL takes for "no reward", for each that no call was for."""
+        """Combine results in the order of rows; None ("no reward" for TRL) for rows without a call."""
         assert self._rows is not None, "a batch has begun"
         rewards: list[Any] = [None] * len(self._rows)
         for call, values in calls:
@@ -382,12 +381,12 @@ class Scoring:
 
 
 def _numbers(rewards: Sequence[Any]) -> torch.Tensor:
-    """As TRL has them (1.16)."""
+    """Convert to a tensor as in TRL (1.16)."""
     return torch.tensor([torch.nan if reward is None else reward for reward in rewards], dtype=torch.float32)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Up to rounding, which may depend on the thread; a NaN, no reward, is the same as another."""
+    """True if equal up to rounding, which may depend on the thread; NaN (no reward) equals NaN."""
     return torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 

@@ -1,5 +1,4 @@
-"""A prompt's way: packed on its rank, through the node to the engines, sampled from one queue, and back as completions.
+"""Generation: prompts are packed on their ranks, sent through the node to the engines, and return as completions.
 
-`local_vllm` imports it; it may import `engine` and what is below.
-It must not know weights, or how TRL computes a loss.
+`local_vllm` imports it; it may import `engine` and below. It must not know weights, or TRL's loss.
 """

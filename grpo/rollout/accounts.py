@@ -1,4 +1,4 @@
-"""What each engine has done, when it had nothing to do, and whether it gives numbers for what it samples."""
+"""Statistics of engines: sampled tokens, idle time, and non-finite log-probabilities."""
 
 import contextlib
 import threading
@@ -14,7 +14,7 @@ from grpo.record.timeline.records import GENERATE
 
 
 class IdleClock:
-    """How long an engine has nothing to sample, and how long it samples."""
+    """Timer of an engine's idle and busy time."""
 
     def __init__(self) -> None:
         self._idle_s = self._busy_s = 0.0
@@ -44,21 +44,21 @@ class IdleClock:
         self._paused = False
 
     def take_s(self) -> float:
-        """Idle seconds since the last call."""
+        """Return idle seconds since the last call."""
         self._run()
         idle_s, self._idle_s = self._idle_s, 0.0
         return idle_s
 
     def take_busy_s(self) -> float:
-        """Seconds of sampling since the last call."""
+        """Return seconds of sampling since the last call."""
         self._run()
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
 
 class Stints:
-    """Records each time in which an engine has something to sample, from its first request to its last answer; one
-    that never rests is recorded from weight sync to sync."""
+    """Records the busy periods of an engine, from its first request to its last answer; an engine without idle times
+    gets one entry per weight sync."""
 
     def __init__(self, timeline: Recorder, engine: int) -> None:
         self._timeline, self._lane = timeline, f"engine {engine}"
@@ -66,7 +66,7 @@ class Stints:
         self._step = self._policy_version = self._tokens = self._requests = 0
 
     def set(self, idle: bool, policy_version: int) -> None:
-        """After every change of what it holds."""
+        """Update after every change of its load."""
         if idle and self._since is not None:
             self._timeline.add(
                 GENERATE,
@@ -85,25 +85,25 @@ class Stints:
             self._tokens = self._requests = 0
 
     def cut(self, policy_version: int) -> None:
-        """End the entry of an engine that goes on, and begin another one."""
+        """End the entry of a busy engine, and begin another one."""
         if self._since is not None:
             self.set(True, policy_version)
             self.set(False, policy_version)
 
     def note(self, num_tokens: int) -> None:
-        """A completion of so many tokens has come."""
+        """Count a finished completion."""
         self._tokens += num_tokens
         self._requests += 1
 
 
 MAX_SHARE = 0.01
-"""Of an engine's tokens since the last report. A sound engine has none at all. TRL trains on such a token as if engine
-and trainer agreed on it (1.16), which a hundredth of a batch bears; an engine whose weights or kernels are broken has
-nothing else."""
+"""Largest share of an engine's tokens since the last report; a sound engine has none. TRL trains on such a token as if
+engine and trainer agreed (1.16), which is harmless for a hundredth of a batch. An engine with broken weights or kernels
+has nothing else."""
 
 
 class FiniteCheck:
-    """Counts the log-probabilities of a node's engines that are not finite.
+    """Counts non-finite log-probabilities of a node's engines.
 
     Args:
         node: of the engines.
@@ -115,12 +115,12 @@ class FiniteCheck:
         self._not_finite: Counter[int] = Counter()
 
     def note(self, engine: int, logprobs: np.ndarray) -> None:
-        """Of a completion."""
+        """Count a completion's values."""
         self._tokens[engine] += len(logprobs)
         self._not_finite[engine] += len(logprobs) - int(np.isfinite(logprobs).sum())
 
     def take(self) -> tuple[int, str | None]:
-        """How many there were since the last call, and what is wrong with the worst engine, where they are too many."""
+        """Return the count since the last call, and an error text about the worst engine, if it has too many."""
         tokens, self._tokens = self._tokens, Counter()
         counts, self._not_finite = self._not_finite, Counter()
         shares = {engine: counts[engine] / tokens[engine] for engine in tokens if tokens[engine]}
@@ -134,10 +134,10 @@ class FiniteCheck:
 
 
 class Accounts:
-    """Idle and busy time, tokens, and numbers that are none, of the engines of a node.
+    """Idle and busy time, tokens, and non-finite values of a node's engines.
 
     Args:
-        lock: the pool's. Methods that begin with `take` and `busy_otherwise` take it themselves.
+        lock: the pool's. Methods that begin with `take`, and `busy_otherwise`, acquire it themselves.
     """
 
     def __init__(self, lock: threading.Condition, *, num_engines: int, node: int, timeline: Recorder) -> None:
@@ -148,12 +148,12 @@ class Accounts:
         self._num_tokens = 0
 
     def set(self, engine: int, *, is_idle: bool, policy_version: int) -> None:
-        """After every change of what an engine holds."""
+        """Update after every change of an engine's load."""
         self._clocks[engine].set(is_idle)
         self._stints[engine].set(is_idle, policy_version)
 
     def cut(self, policy_version: int) -> None:
-        """Engines that never rest have new weights: what follows is another entry of the timeline."""
+        """Begin new timeline entries for busy engines: they have new weights."""
         for stint in self._stints:
             stint.cut(policy_version)
 
@@ -169,20 +169,20 @@ class Accounts:
             return self._finite.take()
 
     def take_idle_s(self) -> float:
-        """Seconds since the last call in which an engine had nothing to sample, in the mean over engines."""
+        """Return idle seconds since the last call, the mean over engines."""
         with self._lock:
             return sum(clock.take_s() for clock in self._clocks) / len(self._clocks)
 
     def take_sampled(self) -> tuple[int, float]:
-        """Tokens of what has ended since the last call, of all engines, and in how many seconds of sampling: the mean
-        over engines."""
+        """Return tokens of all completions ended since the last call, and seconds of sampling, the mean over
+        engines."""
         with self._lock:
             num_tokens, self._num_tokens = self._num_tokens, 0
             return num_tokens, sum(clock.take_busy_s() for clock in self._clocks) / len(self._clocks)
 
     @contextlib.contextmanager
     def busy_otherwise(self) -> Iterator[None]:
-        """Around a weight sync that engines wait for: this time counts neither as idle nor as sampling."""
+        """Exclude a `with` block from idle and busy time: a weight sync that pauses the engines."""
         with self._lock:
             for clock in self._clocks:
                 clock.pause()

@@ -1,4 +1,4 @@
-"""By the weights of which weight sync each token was sampled, where weight syncs come in the middle of completions."""
+"""Ages of tokens: the weight sync each token was sampled with, for weight syncs during generation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,28 +6,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Where the engines stand."""
+    """Policy version of the engines at some time."""
 
     step: int = 0
-    """Optimizer steps of their weights: their policy version."""
+    """Optimizer steps of their weights, that is their policy version."""
     syncs: int = 0
-    """Other policy versions that they have had before this one."""
+    """Number of earlier policy versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Age:
-    """Of one completion that has ended."""
+    """Age of one finished completion."""
 
     first: Moment
-    """When its first token was sampled."""
+    """Policy version at its first token."""
     token_syncs: int
-    """`Moment.syncs` of each of its tokens, added up."""
+    """Sum of `Moment.syncs` over its tokens."""
 
 
 class Ages:
-    """Keeps for each completion under way when it began, and how many tokens it had at each weight sync since.
+    """Tracks for each unfinished completion its start, and its number of tokens at each weight sync since.
 
-    Counts for metrics: with asynchronous scheduling a boundary may be one token off.
+    Counts are for metrics: with asynchronous scheduling a boundary may be one token off.
     """
 
     def __init__(self) -> None:
@@ -36,15 +36,16 @@ class Ages:
         self._boundaries: dict[int, list[int]] = {}
 
     def begin(self, completion: int, moment: Moment | None = None) -> None:
-        """It goes to an engine, by the weights of now, or those of another moment until it ends."""
+        """Record a completion sent to an engine, with the present weights, or with those of `moment` until it ends."""
         self._first[completion] = moment or self.now
         self._boundaries.pop(completion, None)
 
     def sync(self, step: int, of_engines: Sequence[Mapping[int, int]] = ()) -> None:
-        """From here on engines sample with the weights of `step`; once more for the same ones changes nothing.
+        """Record a weight sync: engines sample with the weights of `step` from now on. Repeating it for the same step
+        has no effect.
 
         Args:
-            of_engines: tokens that completions under way have, of each engine.
+            of_engines: tokens so far of unfinished completions, by engine.
         """
         if step == self.now.step:
             return
@@ -55,13 +56,13 @@ class Ages:
                     self._boundaries.setdefault(completion, []).append(num_tokens)
 
     def end(self, completion: int, num_tokens: int) -> Age:
-        """It has so many tokens, and gets no more."""
+        """Record the end of a completion with this number of tokens, and return its age."""
         first = self._first.pop(completion, self.now)
         since = sum(max(0, num_tokens - before) for before in self._boundaries.pop(completion, ()))
         return Age(first=first, token_syncs=num_tokens * first.syncs + since)
 
     def first(self, completion: int) -> Moment:
-        """When one that is under way began."""
+        """Return the start of an unfinished completion."""
         return self._first.get(completion, self.now)
 
     def forget(self, completion: int) -> None:

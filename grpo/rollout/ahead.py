@@ -1,4 +1,4 @@
-"""Generation batches in the order in which training asks for them, sampled when it does or before."""
+"""Generation batches in training's order, sampled on request or ahead of it (asynchronous generation)."""
 
 import logging
 import time
@@ -38,36 +38,36 @@ OTHER_PROMPTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where training stands."""
+    """Progress of training."""
 
     step: int
-    """Optimizer steps that are done."""
+    """Finished optimizer steps."""
     mode: str
-    """`train` or `eval`."""
+    """One of: `train`, `eval`."""
     versions: int
-    """Policy versions that the engines have had."""
+    """Number of policy versions the engines have had."""
     batch: int = 0
-    """Number of the generation batch of training that is asked for now, from 0 over the whole run."""
+    """Number of the generation batch requested now, from 0 over the whole run."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """vLLM's sampling arguments in place of training's; of evaluation."""
+    """Sampling arguments of vLLM for evaluation, overriding training's."""
 
     @property
     def number(self) -> int:
-        """By which the batch that is asked for now has its seed."""
+        """Number that determines the seed of the batch requested now."""
         return self.batch if self.mode == "train" else self.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerationBatch:
-    """The completions of this rank's prompts, and where they come from."""
+    """Completions of this rank's prompts, and their origin."""
 
     completions: Completions
     reports: list[GenerationReport]
-    """Of each node."""
+    """Reports of all nodes."""
     policy_version: int
-    """Optimizer steps of the weights that it was submitted to; of each completion: `Completions.policy_versions`."""
+    """Optimizer steps of the weights at submission; for each completion see `Completions.policy_versions`."""
     lag: PolicyLag
-    """When the batch is first used."""
+    """Policy lag at the batch's first use."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -91,7 +91,7 @@ class _Submitted:
 
     @staticmethod
     def resumed(kept: Mapping[str, Any], now: Progress) -> "_Submitted":
-        """Without reports it is not whole, and has yet to be submitted again."""
+        """Restore a submitted batch; without reports it is incomplete, and has to be submitted again."""
         reports = [GenerationReport.loads(text) for text in kept["reports"]]
         return _Submitted(
             prompts=Prompts(rows=PackedRows.from_message(kept["prompts"].numpy())),
@@ -103,22 +103,22 @@ class _Submitted:
 
 
 class GenerationBatches:
-    """Gives training its generation batches. Every rank has one; methods are collective over the job but for `drop`.
+    """Provides training with generation batches. Every rank has one; all methods except `drop` are collective over the
+    job.
 
-    With a lookahead of 1 the batch that training takes next is sampled while it trains. With N >= 2 always N batches
-    are under way: the one that training takes or waits for, and those after it; their order is fixed when they are
-    submitted, and none is left out.
+    With a lookahead of 1, the next batch is sampled during training. With N >= 2, N batches are always in progress: the
+    one training takes or waits for, and those after it. Their order is fixed at submission, and none is skipped.
 
     Args:
         seed: the training seed.
         user_seed: a sampling seed of the user's, if any.
-        progress: where training stands now; the same on every rank.
-        lookahead: batches that are sampled before training asks for them.
-        prompts_of: this rank's prompts of the generation batch of training with this number; None, on every rank, where
-            training ends before it.
-        any_rank: whether it is so on any rank.
-        in_flight: whether weights arrive while engines sample: a checkpoint waits for no completion then.
-        continues: whether a completion can go on behind tokens that another engine has sampled.
+        progress: returns training's progress; the same on every rank.
+        lookahead: number of batches sampled before training requests them.
+        prompts_of: returns this rank's prompts of the generation batch with this number; None, on every rank, after the
+            end of training.
+        any_rank: logical or over all ranks.
+        in_flight: weight syncs run during generation: then a checkpoint does not wait for completions.
+        continues: an engine can continue a completion after tokens sampled by another one.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class GenerationBatches:
         self._under_way: deque[_Submitted] = deque()
 
     def take(self, prompts: Prompts) -> GenerationBatch:
-        """The completions of these prompts: of the oldest batch that is under way, in training, or sampled now.
+        """Return completions of these prompts: in training from the oldest batch in progress, else sampled now.
 
         Raises:
-            JobFailed: on every rank, when an engine failed on any node.
-            RuntimeError: what was sampled ahead is not what is asked for.
+            JobFailed: on every rank, if an engine failed on any node.
+            RuntimeError: the prompts of the batch in progress differ from the requested ones.
         """
         now = self._progress()
         if now.mode == "train" and self._under_way:
@@ -171,7 +171,7 @@ class GenerationBatches:
         )
 
     def sample_ahead(self) -> None:
-        """Behind `take`: start with as many of the batches that follow as the lookahead has it."""
+        """Start sampling the following batches, up to the lookahead; call it after `take`."""
         if (now := self._progress()).mode == "train":
             self._fill(now, self._lookahead)
 
@@ -183,26 +183,25 @@ class GenerationBatches:
             self._under_way.append(self._submit(prompts, number))
 
     def wait(self) -> None:
-        """Until all batches that are under way have all their completions.
+        """Wait until all batches in progress are complete.
 
-        Before weights for which engines have to rest: with a lookahead of 1 a completion is of one policy version.
+        Called before weight syncs that need idle engines: with a lookahead of 1 a completion has one policy version.
         """
         for submitted in self._under_way:
             self._collect(submitted)
 
     def kept(self, *, versions: int, gives_up: Callable[[], bool]) -> list[dict[str, Any]]:
-        """What a checkpoint keeps of the batches that are under way, of this rank's rows: tensors, numbers and text.
+        """Return the batches in progress for a checkpoint, this rank's rows: tensors, numbers and text.
 
-        Of completions that have not ended it keeps the tokens by now, and a resume goes on behind them: to sample
-        these alone again would favour short ones. What may end a job when training takes it is not kept: a resume
-        would end, too.
+        Unfinished completions are kept with their tokens so far, and continue after a resume: sampling them again would
+        favour short ones. Batches that would make training fail are not kept: a resumed job would fail too.
 
         Args:
-            versions: policy versions that the engines will have had when training takes the next one.
-            gives_up: asked again and again, whether there is no time to wait.
+            versions: number of policy versions the engines will have had when training takes the next batch.
+            gives_up: called repeatedly; True if there is no time to wait.
 
         Returns:
-            Nothing where some have not ended, and cannot go on.
+            An empty list if some are unfinished and cannot continue.
         """
         are_whole = True
         while self._any(any(not self._sampler.is_finished(each.pending) for each in self._under_way)):
@@ -230,14 +229,14 @@ class GenerationBatches:
         return [each.kept(versions, part) for each, part in zip(self._under_way, found, strict=True)]
 
     def resume(self, kept: Sequence[Mapping[str, Any]]) -> None:
-        """Before `take`, and after its weight sync: go on with what `kept` has given, if that is what training asks
-        for."""
+        """Continue the batches from `kept`, if training requests the same ones; call it before `take` and after its
+        weight sync."""
         if not kept:
             return
         now = self._progress()
         try:
             found = [_Submitted.resumed(each, now) for each in kept]
-        except (KeyError, ValueError):  # of another version of ours
+        except (KeyError, ValueError):  # of another version of this project
             found = []
         fits = bool(found) and [each.number for each in found] == [*range(now.batch, now.batch + len(found))]
         for each in found:
@@ -258,7 +257,7 @@ class GenerationBatches:
             self._under_way.append(each)
 
     def drop(self) -> None:
-        """Forget what is sampled ahead. On every rank, but not collective."""
+        """Drop the batches sampled ahead. On every rank, but not collective."""
         for submitted in self._under_way:
             self._sampler.drop(submitted.pending)
         self._under_way.clear()
@@ -269,11 +268,11 @@ class GenerationBatches:
         return submitted.collected
 
     def now(self) -> Progress:
-        """Where training stands."""
+        """Progress of training."""
         return self._progress()
 
     def base_seed(self, mode: str, number: int) -> int:
-        """Of a batch with this number, or an evaluation at this step, which is sampled now; see `seed_base`."""
+        """Seed of a batch with this number, or an evaluation at this step, sampled now; see `seed_base`."""
         last, draws = self._draws.get(mode, (number, 0))
         draw = draws if last == number else 0
         self._draws[mode] = (number, draw + 1)
@@ -287,15 +286,15 @@ class GenerationBatches:
 
 
 def order_of(mode: str, number: int) -> int:
-    """As `Batch` has it: an evaluation first, as ranks wait for it."""
+    """Return `Batch.order`: evaluations come first, since ranks wait for them."""
     return number + 1 if mode == "train" else 0
 
 
 def dealt(kept: Sequence[Sequence[Mapping[str, Any]]], ranks: int) -> list[list[dict[str, Any]]]:
-    """What `GenerationBatches.kept` has given on each rank, as it would be on `ranks` of them, which have the same rows
-    end to end."""
+    """Redistribute the results of `GenerationBatches.kept` from all ranks to `ranks` ranks, keeping the order of
+    rows."""
     found: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
-    for parts in zip(*kept, strict=True):  # of a batch
+    for parts in zip(*kept, strict=True):  # of one batch
         prompts = unpack_rows(concat_rows([PackedRows.from_message(part["prompts"].numpy()) for part in parts]))
         completions = concat_completions([Completions.from_message(part["completions"].numpy()) for part in parts])
         size = len(prompts) // ranks
@@ -308,6 +307,6 @@ def dealt(kept: Sequence[Sequence[Mapping[str, Any]]], ranks: int) -> list[list[
 
 
 def _are_equal(one: Prompts, other: Prompts) -> bool:
-    """Of text: prompts with images are not sampled ahead."""
+    """Compare text prompts; prompts with images are not sampled ahead."""
     rows, others = one.rows, other.rows
     return np.array_equal(rows.lengths, others.lengths) and np.array_equal(rows.token_ids, others.token_ids)

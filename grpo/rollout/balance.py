@@ -1,10 +1,10 @@
-"""Prompts move from slow nodes to fast ones, so that no node waits for the slowest (`vllm_balance_nodes`); and to nodes
-with more engines for each rank, where nodes differ.
+"""Balancing of requests between nodes (`vllm_balance_nodes`): from slow nodes to fast ones, and to nodes with more
+engines per rank.
 
-Over the local mains. A request travels with its seed, so that a row's completion is the same wherever it is sampled,
-and its completions come back to the node that asked. With several batches under way a node's engines still owe
-completions of earlier ones when the next is shared out: these count, so that a lastingly slow node gets as many fewer
-new ones as it is behind, and its backlog stays in proportion to its speed.
+Runs over the local mains. A request is moved with its seed, so a row's completion is the same wherever it is sampled,
+and returns to the requesting node. With several batches in progress, a node's engines may still owe completions of
+earlier ones when the next batch is distributed: these count as load, so a lastingly slow node gets fewer new requests,
+and its backlog stays in proportion to its speed.
 """
 
 from collections.abc import Sequence
@@ -14,41 +14,45 @@ from grpo.groups.node_groups import NodeGroups
 from grpo.place.wire import Wire
 from grpo.rollout.packing import Completions, Request, concat_completions, split_completions
 
-TOLERANCE = 0.05  # from batch to batch a node's tokens/s differ by more than this; nothing moves for less
-SMOOTHING = 0.5  # share of the last batch in a node's tokens/s
-BACKLOG_SMOOTHING = 0.25  # the same while earlier batches are under way: they absorb what differs from batch to batch
+TOLERANCE = 0.05  # normal variation of a node's tokens/s between batches; smaller differences move nothing
+SMOOTHING = 0.5  # weight of the last batch in a node's tokens/s
+BACKLOG_SMOOTHING = 0.25  # the same while earlier batches are in progress: they absorb the variation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Requests that another node samples."""
+    """Requests to be sampled by another node.
+
+    Example:
+        Move(source=2, target=0, requests=(5, 6, 7))
+    """
 
     source: int
-    """The node that asked."""
+    """Requesting node."""
     target: int
-    """The node that samples."""
+    """Sampling node."""
     requests: tuple[int, ...]
-    """Numbers of the source's requests, ascending."""
+    """Indices of the source's requests, ascending."""
 
 
 def plan_moves(
     completions: Sequence[Sequence[int]], tokens_per_s: Sequence[float], owed: Sequence[int] | None = None
 ) -> list[Move]:
-    """Who sends which requests to whom, so that all nodes are done at about the same time.
+    """Plan moves of requests, so that all nodes finish at about the same time.
 
-    One request after the other goes from the node that would be done last to the one that is then done first, as long
-    as that ends earlier; none when the last node is within `TOLERANCE` of the ideal. A node that keeps one request
-    alone, and is behind by what it owes, is left aside: the others are levelled without it. A function of its
-    arguments: every local main works out the same plan.
+    One by one, requests are moved from the node that would finish last to the one that would then finish first, as long
+    as that ends earlier. Nothing is moved if the last node is within `TOLERANCE` of the ideal. A node left with one
+    request, late because of its backlog, is excluded, and the others are balanced without it. A pure function: every
+    local main computes the same plan.
 
     Args:
-        completions: of each node, the completions of each of its requests.
-        tokens_per_s: of each node, above 0.
-        owed: of each node, the completions of earlier batches that its engines have yet to finish, whichever node
-            asked for them; None: nothing.
+        completions: for each node, the completions of each of its requests.
+        tokens_per_s: for each node, above 0.
+        owed: for each node, unfinished completions of earlier batches in its engines, whichever node requested them;
+            None: nothing.
 
     Returns:
-        At most one move for each pair of nodes. A node that gets requests sends none.
+        At most one move for each pair of nodes. A receiving node sends none.
     """
     backlog = [0] * len(completions) if owed is None else owed
     loads = [each + sum(of_node) for each, of_node in zip(backlog, completions, strict=True)]
@@ -84,33 +88,32 @@ def plan_moves(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Offer(Wire):
-    """What one node has to do."""
+    """Load of one node."""
 
     sizes: tuple[int, ...]
-    """Completions of each of its new requests."""
+    """Completions of each new request."""
     owed: int
-    """Completions of earlier batches that its engines have yet to finish."""
+    """Unfinished completions of earlier batches in its engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shares:
-    """What becomes of the requests of a batch, as one node sees it."""
+    """Distribution of a batch's requests, as seen by one node."""
 
     asked: Sequence[Request]
-    """By this node's ranks."""
+    """Requests of this node's ranks."""
     moves: Sequence[Move]
-    """Of the whole job."""
+    """Moves of the whole job."""
     sampled: Sequence[Request]
-    """By this node's engines: what it kept of its own, then what came, by source."""
+    """Requests sampled by this node's engines: kept ones first, then received ones, by source."""
 
 
 class NodeBalance:
-    """This node's end of the balance. Only local mains have one; all call the same methods in the same order.
+    """Balancing on this node. Only local mains have one; all call the same methods in the same order.
 
     Args:
-        engines: of each node; all are taken to be alike until they have been measured.
-        by_speed: whether they are measured. If not, a batch is shared out in the same way whenever it is sampled, by a
-            job that is resumed, too.
+        engines: of each node; assumed equal until they have been measured.
+        by_speed: measure them. If False, a batch is always distributed in the same way, also by a resumed job.
     """
 
     def __init__(self, groups: NodeGroups, engines: Sequence[int], *, by_speed: bool = True) -> None:
@@ -121,16 +124,16 @@ class NodeBalance:
         self._smoothing = SMOOTHING
 
     def note(self, tokens_per_s: Sequence[float]) -> None:
-        """What the nodes' engines did in the last batch; the same on every local main. 0: nothing was sampled there."""
+        """Record the nodes' speeds in the last batch; the same on every local main. 0: nothing was sampled there."""
         for node, (old, new) in enumerate(zip(self._tokens_per_s, tokens_per_s, strict=True)):
             if new > 0 and self._by_speed:
                 self._tokens_per_s[node] = self._smoothing * new + (1 - self._smoothing) * (old or new)
 
     def share_out(self, requests: Sequence[Request], *, owed: int = 0) -> Shares:
-        """Agree on the moves of this node's requests and the others', and exchange what moves. Over the local mains.
+        """Agree on moves between nodes, and exchange the moved requests. Over the local mains.
 
         Args:
-            owed: completions of earlier batches that this node's engines have yet to finish, whichever node asked.
+            owed: unfinished completions of earlier batches in this node's engines, whichever node requested them.
         """
         offer = _Offer(sizes=tuple(request.n for request in requests), owed=owed)
         offers = self._groups.all_gather_between_nodes(offer, _Offer)
@@ -152,14 +155,14 @@ class NodeBalance:
         return Shares(asked=requests, moves=moves, sampled=sampled)
 
     def bring_back(self, shares: Shares, completions: Completions) -> Completions:
-        """Send what was sampled for other nodes to them, and get what they sampled for this one. Over the local mains,
-        after all have said that they have everything.
+        """Return completions sampled for other nodes, and receive this node's. Over the local mains, after all have
+        confirmed complete results.
 
         Args:
-            completions: of `shares.sampled`, in that order.
+            completions: of `shares.sampled`, in the same order.
 
         Returns:
-            Those of `shares.asked`, in that order.
+            Completions of `shares.asked`, in the same order.
         """
         if not shares.moves:
             return completions
@@ -168,7 +171,7 @@ class NodeBalance:
         sizes = [request.n for request in shares.sampled]
         by_request = split_completions(completions, sizes)
         foreign: dict[int, Completions] = {}
-        for source in sorted(here, reverse=True):  # they came after this node's own, by source
+        for source in sorted(here, reverse=True):  # they follow this node's own, by source
             foreign[source] = concat_completions(by_request[-here[source] :])
             del by_request[-here[source] :]
 

@@ -1,4 +1,4 @@
-"""Requests that were submitted together, and what came of them so far."""
+"""Requests submitted together, and their results so far."""
 
 import math
 import time
@@ -18,36 +18,36 @@ from grpo.rollout.report import Newer
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Batch:
-    """Requests that were submitted together."""
+    """Requests submitted together."""
 
     ids: range
-    """Of their completions, in the order of the requests."""
+    """Ids of their completions, in the order of the requests."""
     name: str
-    """For messages."""
+    """Name for messages."""
     submitted: Moment = field(default_factory=Moment)
-    """Where the engines stood then."""
+    """Policy version of the engines at submission."""
     order: int = 0
-    """Its completions are sent before those of a batch with a higher one."""
+    """Priority: its completions are sent before those of a batch with a higher order."""
     on_done: Callable[["Batch"], None] | None = None
-    """Called once, when it is finished, by whichever thread finds that out; must not wait."""
+    """Called once it is finished, by the thread that notices; must not wait."""
     submitted_at: float = field(default_factory=time.monotonic)
     asked_at: float = field(default_factory=time.monotonic)
-    """time.monotonic() when engines were last given all that was left of it."""
+    """Time of the last (re)submission to engines, by time.monotonic()."""
     finished_at: float = math.inf
-    """When the last answer came."""
+    """Time of the last answer."""
     answers: dict[int, Sampled] = field(default_factory=dict)
-    """By completion id."""
+    """Answers by completion id."""
     engines: dict[int, int] = field(default_factory=dict)
-    """As in `Completions`, by completion id."""
+    """Engines as in `Completions`, by completion id."""
     ages: dict[int, Age] = field(default_factory=dict)
-    """By completion id, but of refused ones."""
+    """Ages by completion id, except for refused ones."""
     resumed: Moment | None = None
-    """Where the engines stood when it was resumed."""
+    """Policy version of the engines when it was resumed."""
     begun: dict[int, tuple[Begun, Moment]] = field(default_factory=dict)
-    """By completion id: what a checkpoint has kept of a completion that had not ended, and when that began."""
+    """Unfinished completions from a checkpoint, and their start, by completion id."""
 
     def add(self, answer: Sampled, *, engine: int = REFUSED, age: Age | None = None) -> None:
-        """What came of one of them; of a refusal, from whom does not count."""
+        """Add a result; the engine of a refusal is not recorded."""
         completion = answer.completion_id
         self.answers[completion] = answer
         self.engines[completion] = REFUSED if answer.is_refusal else engine
@@ -55,13 +55,13 @@ class Batch:
             self.ages[completion] = age
 
     def refuse(self, completion: int, why: str) -> None:
-        """No engine is given this one."""
+        """Refuse a completion without sending it."""
         none = np.empty(0)
         self.add(Sampled(completion_id=completion, token_ids=none, engine_logprobs=none, error=why, is_refusal=True))
 
     def resume(self, kept: Kept, now: Moment) -> None:
-        """Before anything of it is sampled: go on with what a checkpoint has kept. All tokens of such a completion
-        count as being of the policy of its first one."""
+        """Continue from a checkpoint, before anything is sampled. All tokens of a kept completion count with the policy
+        version of its first one."""
         self.resumed = now
         self.submitted = kept.moment(kept.step, now)
         found = kept.completions
@@ -77,13 +77,13 @@ class Batch:
             self.add(answer, engine=engine, age=Age(first=first, token_syncs=first.syncs * len(token_ids)))
 
     def samples(self, request: Request, ids: range, *, num_engines: int) -> Iterator[Sample]:
-        """Asks engines for the completions of a request that are not there, the ones that were begun one by one.
+        """Yield messages to engines for a request's missing completions; those already begun one by one.
 
         Args:
             ids: of all completions of the request.
-            num_engines: of the node; a message asks for no more completions than an engine's share of the batch.
+            num_engines: of the node; a message requests at most an engine's share of the batch.
         """
-        fair_share = -(-len(self.ids) // num_engines)  # a larger part would leave an engine without work
+        fair_share = -(-len(self.ids) // num_engines)  # a larger part would leave an engine idle
         share = 1 if request.overrides.get("temperature") == 0 else fair_share  # vLLM: one at a time (0.31)
         prompt: dict[str, Any] = {"token_ids": request.token_ids, "overrides": dict(request.overrides)}
         prompt |= {"pictures": request.pictures, "expanded": request.expanded}
@@ -100,16 +100,16 @@ class Batch:
                 yield Sample(ids=one, seed=seed, begun=begun, **prompt)
 
     def begins(self, completion: int, adapter: int | None) -> Moment | None:
-        """By which policy its tokens count as sampled, from the first on; None: by the one of now."""
+        """Policy version recorded for its tokens; None: the present one."""
         if completion in self.begun:
             return self.begun[completion][1]
         return None if adapter is None else self.resumed or self.submitted
 
     def so_far(self, begun: Mapping[int, tuple[Begun, int, int]]) -> Completions:
-        """Of all requests, in their order, whatever there is by now: whole, begun or nothing.
+        """Return the completions of all requests, in order, in their present state: finished, begun or empty.
 
         Args:
-            begun: by completion id, of those that engines are at work on: tokens, policy version and engine.
+            begun: tokens, policy version and engine of completions in progress, by completion id.
         """
         rows = []
         policy_versions = self.policy_versions
@@ -125,7 +125,7 @@ class Batch:
 
     @property
     def policy_versions(self) -> dict[int, int]:
-        """As in `Completions`, by completion id."""
+        """Policy versions as in `Completions`, by completion id."""
         return {
             completion: self.ages[completion].first.step if completion in self.ages else REFUSED
             for completion in self.answers
@@ -137,18 +137,18 @@ class Batch:
 
     @property
     def seconds(self) -> float:
-        """From its submission to its last answer."""
+        """Duration from its submission to its last answer."""
         return self.finished_at - self.submitted_at
 
     @property
     def refusals(self) -> list[str]:
-        """Why, of each that was refused, in their order; of a batch that is finished."""
+        """Reason of each refusal, in order; for a finished batch."""
         answers = [self.answers[completion] for completion in self.ids]
         return [str(answer.error) for answer in answers if answer.is_refusal]
 
     @property
     def newer(self) -> Newer:
-        """By how much newer the policies are that have sampled it than when it was submitted."""
+        """Policy versions gained between submission and sampling."""
         begun = [age.first.syncs - self.submitted.syncs for age in self.ages.values()]
         num_tokens = sum(len(answer.token_ids) for answer in self.answers.values() if not answer.is_refusal)
         return Newer(
@@ -159,7 +159,7 @@ class Batch:
         )
 
     def completions(self) -> Completions:
-        """Of all requests, in their order."""
+        """Return the completions of all requests, in order."""
         answers = [self.answers[completion] for completion in self.ids]
         policy_versions = self.policy_versions
         return pack_completions(

@@ -1,4 +1,4 @@
-"""Where completions come from and why they ended, for whoever shows them."""
+"""Origin and stop reason of completions, for displays."""
 
 from collections.abc import Collection, Sequence
 
@@ -10,11 +10,11 @@ STOPPED, TOO_LONG, LEFT_OUT = range(3)
 
 
 def facts_of(completions: Completions, prompt_tokens: Sequence[int], end_tokens: Collection[int]) -> np.ndarray:
-    """[C, 6] int64: node, engine, policy version, tokens of the prompt and of the completion, and why it ended.
+    """Return [C, 6] int64: node, engine, policy version, prompt tokens, completion tokens, and stop reason.
 
     Args:
         prompt_tokens: [C].
-        end_tokens: a completion that ends with one of them has stopped by itself, as TRL counts it.
+        end_tokens: a completion ending with one of them has stopped by itself, as in TRL.
     """
     refused = completions.policy_versions == REFUSED
     last = np.cumsum(completions.lengths)[~refused] - 1
@@ -26,6 +26,6 @@ def facts_of(completions: Completions, prompt_tokens: Sequence[int], end_tokens:
 
 
 def sampled_by(completions: Completions, policy_version: int) -> np.ndarray:
-    """[C] int64: the node whose engines sampled each completion with these weights; `REFUSED` for all others."""
+    """Return [C] int64: the node that sampled each completion with these weights; `REFUSED` for all others."""
     nodes, _ = node_and_engine(completions.engines)
     return np.where(completions.policy_versions == policy_version, nodes, REFUSED).astype(np.int64)

@@ -1,4 +1,4 @@
-"""A generation batch's way through a node: prompts up to the local main, out to the engines, completions down again."""
+"""A generation batch on a node: prompts to the local main, on to the engines, completions back to the ranks."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,22 +25,22 @@ NO_SAMPLING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pending:
-    """A generation batch on its way, as a local main sees it."""
+    """A submitted generation batch, on a local main."""
 
     rows_by_rank: Sequence[int]
-    """Of the node's ranks."""
+    """Number of rows of each of the node's ranks."""
     shares: Shares
-    """What is sampled where."""
+    """Distribution of its requests over nodes."""
     batch: Batch
-    """What the engines were given."""
+    """Requests in this node's engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled(Wire):
-    """A node that has no engine left, and not all completions."""
+    """A node without engines and with missing completions."""
 
     for_good: FailureRecord | None = None
-    """Why it should get no engine again."""
+    """Reason why it should get no engine again."""
 
 
 def _none_comes() -> None:
@@ -49,13 +49,13 @@ def _none_comes() -> None:
 
 @dataclass(eq=False)
 class NodeSampler:
-    """Samples generation batches on the node's engines. Every rank has one; a local main a `LocalMainSampler`."""
+    """Samples generation batches on the node's engines. Every rank has one; a local main has a `LocalMainSampler`."""
 
     groups: NodeGroups
     watch: FailureWatch
     _: KW_ONLY
     revive: Callable[[], None] = _none_comes
-    """Brings new engines, with weights, to nodes whose engines are all gone; collective over the job."""
+    """Brings new engines, with weights, to nodes without any; collective over the job."""
 
     def submit(
         self,
@@ -66,21 +66,21 @@ class NodeSampler:
         sampling: Mapping[str, Any] = NO_SAMPLING,
         kept: Kept | None = None,
     ) -> Pending | None:
-        """Start sampling one completion for each prompt of this rank. Collective over the node; over the job where
-        prompts move between nodes.
+        """Start sampling one completion for each prompt of this rank. Collective over the node; over the job if prompts
+        move between nodes.
 
-        What fails here is raised by `collect`, on every rank of the job.
+        `collect` raises errors that occur here, on every rank of the job.
 
         Args:
-            prompts: with the copies of a prompt next to each other over the node's ranks. Ranks have equally many, in
-                the order of the job's batch.
+            prompts: copies of a prompt are adjacent over the node's ranks. All ranks have the same number, in the order
+                of the job's batch.
             base_seed: see `grpo.rollout.packing.seed_base`; the same on every rank of the job.
-            order: as `Batch` has it.
-            sampling: vLLM's arguments in place of the engines'; the same on every rank of the job.
-            kept: what a checkpoint has of the batch, of this rank's rows; on every rank, or on none.
+            order: see `Batch`.
+            sampling: vLLM arguments, overriding the engines'; the same on every rank of the job.
+            kept: this rank's rows of the batch from a checkpoint; on every rank, or on none.
 
         Returns:
-            What to collect, or drop; None but on the local main.
+            A handle to collect or drop on the local main; None on other ranks.
         """
         self.groups.gather(prompts.to_message())
         if kept is not None:
@@ -91,35 +91,35 @@ class NodeSampler:
         """Wait for the completions. Collective over the job; data stays in the node.
 
         Returns:
-            Those of this rank's rows, and a report of each node.
+            Completions of this rank's rows, and a report of each node.
 
         Raises:
-            JobFailed: on every rank, when an engine failed on any node.
+            JobFailed: on every rank, if an engine failed on any node.
         """
         while not (reports := self._end_phase(None)):
             self.revive()
         return Completions.from_message(self.groups.scatter([])), reports
 
     def so_far(self, pending: Sequence[Pending | None]) -> list[Completions]:
-        """Of each batch what there is by now of this rank's rows, whole or not: `Batch.so_far`. Engines go on.
-        Collective over the node; over the job where prompts move between nodes."""
+        """Return this rank's rows of each batch in their present state (`Batch.so_far`); engines continue. Collective
+        over the node; over the job if prompts move between nodes."""
         return [Completions.from_message(self.groups.scatter([])) for _ in pending]
 
     def is_finished(self, pending: Pending | None) -> bool:
-        """Whether all its completions are on this node."""
+        """True if all its completions are on this node."""
         return True
 
     def is_stuck(self, pending: Pending | None) -> bool:
-        """Whether `collect` would raise, or bring new engines."""
+        """True if `collect` would raise, or wait for new engines."""
         return False
 
     def drop(self, pending: Pending | None) -> None:
-        """Forget a batch that nobody will collect. Not collective."""
+        """Drop a batch without collecting it. Not collective."""
 
     def _end_phase(self, report: GenerationReport | Stalled | None) -> list[GenerationReport]:
-        """The reports of all nodes, or nothing if one has no engine left."""
-        # Over all nodes, on gloo: a node that is done early waits here, and not in a collective of the training's
-        # NCCL group, whose watchdog would shoot it. And the status goes before the data.
+        """Exchange reports between all nodes; [] if one has no engine left."""
+        # Over all nodes, on gloo: a node that is done early waits here, and not in a collective of training's NCCL
+        # group, whose watchdog would abort it. The status is sent before the data.
         of_ranks = self.groups.exchange(self.watch, None, report, GenerationReport | Stalled | None)
         of_nodes = [each for each in of_ranks if each is not None]
         stalled = [each for each in of_nodes if isinstance(each, Stalled)]
@@ -131,17 +131,17 @@ class NodeSampler:
 
 @dataclass(eq=False)
 class LocalMainSampler(NodeSampler):
-    """The local main's side: what its node's ranks ask for, it has sampled."""
+    """The local main's part: samples the requests of its node's ranks."""
 
     pool: EnginePool
     _: KW_ONLY
     timeout_s: float
-    """Of a batch, from its submission on."""
+    """Time limit of a batch, from its submission."""
     balance: NodeBalance | None = None
-    """Where prompts may be sampled on other nodes."""
+    """Balancing between nodes, if prompts may be sampled on other nodes."""
     overlaps: bool = False
-    """Whether several batches are under way: then a batch's time counts from when the ranks wait for it, and engines
-    are as fast as they were since the last one."""
+    """Several batches are in progress: then a batch's time counts from the ranks' wait for it, and the speed of engines
+    from the last batch."""
 
     def __post_init__(self) -> None:
         self._period = Period()
@@ -158,11 +158,11 @@ class LocalMainSampler(NodeSampler):
     ) -> Pending:
         parts = [Prompts.from_message(message) for message in self.groups.gather(prompts.to_message())]
         of_node = concat_prompts(parts)
-        # Ranks have equally many rows, nodes have not, where they have not equally many ranks.
+        # All ranks have the same number of rows; nodes may have different numbers of ranks.
         first_row = self.groups.topology.node_ranks.start * (of_node.rows.num_rows // len(parts))
         requests = collapse(of_node, base_seed, first_row, sampling)
         shares = Shares(asked=requests, moves=[], sampled=requests)
-        if kept is not None:  # where it lies
+        if kept is not None:  # on the node that has it
             messages = self.groups.gather(kept.completions.to_message())
             whole = concat_completions([Completions.from_message(message) for message in messages])
             kept = replace(kept, completions=whole)
@@ -193,7 +193,7 @@ class LocalMainSampler(NodeSampler):
         return Completions.from_message(self.groups.scatter([part.to_message() for part in parts])), reports
 
     def _wait_for(self, pending: Pending) -> Completions | None:
-        """The node's completions; None where no engine is left for some of them."""
+        """Wait for the node's completions; None if no engine is left for some of them."""
         try:
             return self.pool.collect(pending.batch, self.timeout_s, self.watch.check)
         except DeadlyRequests as error:
@@ -214,7 +214,7 @@ class LocalMainSampler(NodeSampler):
         accounts = self.pool.accounts
         num_not_finite, not_finite = accounts.take_not_finite()
         sampled = accounts.take_sampled()
-        if sampled[0]:  # towards the end of training the last batches may be there already
+        if sampled[0]:  # at the end of training the last batches may be complete already
             self._sampled = sampled
         num_sampled, sampling_s = self._sampled
         return GenerationReport(

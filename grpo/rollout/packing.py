@@ -1,7 +1,7 @@
-"""Prompts to requests, completions to arrays and back to ranks: pure functions over numpy arrays.
+"""Conversions between prompts, requests, completion arrays and ranks: pure functions over numpy arrays.
 
-A node's rows are the prompts of its ranks, end to end in the order of their local ranks. Row i's completion is
-completion i, whichever engine sampled it.
+A node's rows are the prompts of its ranks, concatenated by local rank. Row i's completion is completion i, whichever
+engine sampled it.
 """
 
 import base64
@@ -37,7 +37,7 @@ def _as_base64(dtype: type) -> tuple[PlainValidator, PlainSerializer]:
     return PlainValidator(partial(_from_base64, dtype=dtype)), PlainSerializer(partial(_to_base64, dtype=dtype))
 
 
-# Arrays of int32 and float32 in a `Wire`: a list there would be an object in Python for each token.
+# Arrays of int32 and float32 in a `Wire`: a list would need a Python object per token.
 TokenIds = Annotated[np.ndarray, *_as_base64(np.int32)]
 Logprobs = Annotated[np.ndarray, *_as_base64(np.float32)]
 FileBytes = Annotated[
@@ -48,22 +48,26 @@ FileBytes = Annotated[
 
 
 def engine_id(node: int, engine: int) -> int:
-    """One number for an engine of the job."""
+    """Unique id of an engine within the job."""
     return node * _ENGINES_OF_A_NODE + engine
 
 
 def node_and_engine(engine_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What `engine_id` was given; `REFUSED` and `REFUSED` where there was none."""
+    """Inverse of `engine_id`; `REFUSED` twice if there was no engine."""
     nodes, engines = np.divmod(engine_ids, _ENGINES_OF_A_NODE)
     return np.where(engine_ids == REFUSED, REFUSED, nodes), np.where(engine_ids == REFUSED, REFUSED, engines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedRows:
-    """Token-id rows of different lengths in two arrays. No rows and empty rows are legal."""
+    """Token-id rows of different lengths in two arrays. No rows and empty rows are valid.
+
+    Example:
+        PackedRows(token_ids=np.array([9707, 11, 42], np.int32), lengths=np.array([2, 1], np.int32))
+    """
 
     token_ids: np.ndarray
-    """[T] int32, all rows end to end."""
+    """[T] int32, all rows concatenated."""
     lengths: np.ndarray
     """[R] int32, tokens per row; sums to T."""
 
@@ -80,7 +84,7 @@ class PackedRows:
 
     @staticmethod
     def from_message(message: np.ndarray) -> "PackedRows":
-        """What `to_message` was given, as views; `message` may go on behind it."""
+        """Inverse of `to_message`, as views; `message` may be longer."""
         tokens_begin = 1 + int(message[0])
         lengths = message[1:tokens_begin]
         return PackedRows(lengths=lengths, token_ids=message[tokens_begin : tokens_begin + int(lengths.sum())])
@@ -95,38 +99,46 @@ class Request(Wire):
     n: int
     """Completions to sample, >= 1."""
     seed: int
-    """Of the first completion; completion i has seed + i."""
+    """Seed of the first completion; completion i has seed + i."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling arguments of these completions alone, in place of the engine's."""
+    """Sampling arguments of these completions, overriding the engine's."""
     home: int | None = None
-    """The engine of the node that has sampled what the prompt begins with, and may hold it in its prefix cache."""
+    """Engine that sampled the beginning of the prompt, and may have it in its prefix cache."""
     pictures: tuple[FileBytes, ...] = ()
-    """Of the prompt's images, as files, in their order."""
+    """Image files of the prompt, in order."""
     expanded: TokenIds | None = None
-    """[L'] int32, with images: what the trainer's processor makes of the prompt, and the engine has to."""
+    """[L'] int32, with images: the expected expansion of the prompt, by the trainer's processor."""
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt, as the engine holds it."""
+        """Number of the prompt's tokens, with images expanded."""
         return len(self.token_ids if self.expanded is None else self.expanded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completions:
-    """Completions of consecutive rows."""
+    """Completions of consecutive rows.
+
+    Example, two completions of 2 and 1 tokens:
+        Completions(
+            token_ids=np.array([40, 2, 2], np.int32), lengths=np.array([2, 1], np.int32),
+            engine_logprobs=np.array([-0.1, -1.2, -0.7], np.float32),
+            policy_versions=np.array([3, 3], np.int32), engines=np.array([0, 1], np.int32),
+        )
+    """
 
     token_ids: np.ndarray
-    """[T] int32, all completions end to end."""
+    """[T] int32, all completions concatenated."""
     lengths: np.ndarray
     """[C] int32, tokens per completion; sums to T."""
     engine_logprobs: np.ndarray
     """[T] float32, natural log, of each token in `token_ids`."""
     policy_versions: np.ndarray
-    """[C] int32, optimizer steps of the weights that sampled each completion; `REFUSED` where no engine took the
-    prompt, and there are no tokens; `UNFINISHED` where it was not begun."""
+    """[C] int32, optimizer steps of the weights that sampled each completion; `REFUSED` if no engine accepted the
+    prompt (no tokens then); `UNFINISHED` if it was not begun."""
     engines: np.ndarray
-    """[C] int32, who sampled each completion: `engine_id(node, engine of the node)`; `REFUSED` likewise; `UNFINISHED`
-    while it has not ended."""
+    """[C] int32, sampling engine of each completion: `engine_id(node, engine of the node)`; `REFUSED` as above;
+    `UNFINISHED` until it has ended."""
 
     def __post_init__(self) -> None:
         sizes = (self.lengths.sum(), len(self.token_ids), len(self.engine_logprobs))
@@ -139,7 +151,7 @@ class Completions:
         return len(self.lengths)
 
     def to_message(self) -> np.ndarray:
-        """[1 + 3 C + 2 T] int32: number of completions, lengths, token ids, the bits of the log-probabilities, policy
+        """[1 + 3 C + 2 T] int32: number of completions, lengths, token ids, bits of the log-probabilities, policy
         versions, engines."""
         bits = self.engine_logprobs.view(np.int32)
         parts = [self.lengths, self.token_ids, bits, self.policy_versions, self.engines]
@@ -147,7 +159,7 @@ class Completions:
 
     @staticmethod
     def from_message(message: np.ndarray) -> "Completions":
-        """What `to_message` was given, as views; `message` may go on behind it."""
+        """Inverse of `to_message`, as views; `message` may be longer."""
         rows = PackedRows.from_message(message)
         begin = 1 + rows.num_rows + len(rows.token_ids)
         end = begin + len(rows.token_ids)
@@ -161,14 +173,14 @@ class Completions:
 
 
 def _pack(rows: Iterable[Sequence[float] | np.ndarray], dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    """All rows end to end, and their lengths."""
+    """Concatenate rows; return values and lengths."""
     arrays: list[np.ndarray] = [np.asarray(row, dtype=dtype) for row in rows]
     values = np.concatenate(arrays) if arrays else np.empty(0, dtype)
     return values, np.array([len(array) for array in arrays], np.int32)
 
 
 def _bounds(lengths: Sequence[int] | np.ndarray) -> list[int]:
-    """[R + 1] where each row begins, and where the last one ends."""
+    """Row boundaries: [R + 1] start offsets, and the end of the last row."""
     return [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
 
 
@@ -178,12 +190,12 @@ def pack_rows(rows: Sequence[Sequence[int] | np.ndarray]) -> PackedRows:
 
 
 def unpack_rows(packed: PackedRows) -> list[np.ndarray]:
-    """Views, one per row."""
+    """Views of the rows."""
     return [packed.token_ids[start:stop] for start, stop in pairwise(_bounds(packed.lengths))]
 
 
 def concat_rows(parts: Sequence[PackedRows]) -> PackedRows:
-    """The rows of all parts, of which there is one at least, in order."""
+    """Concatenate the rows of all parts; at least one part."""
     return PackedRows(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         lengths=np.concatenate([part.lengths for part in parts]),
@@ -191,7 +203,7 @@ def concat_rows(parts: Sequence[PackedRows]) -> PackedRows:
 
 
 def seed_base(*, seed: int, number: int, mode: str, draw: int, user_seed: int | None) -> int:
-    """62 bits that are the same on every rank, in every run and on every machine for the same arguments.
+    """Derive 62 bits from the arguments, the same on every rank, in every run and on every machine.
 
     seed: the training seed; number: of the generation batch in the run, or of the optimizer step in evaluation; mode:
     "train" or "eval"; draw: number of the generation for that batch or evaluation; user_seed: a sampling seed of the
@@ -207,21 +219,21 @@ def _bits(arguments: list[int | str | None]) -> int:
 
 
 def digest_of(token_ids: Sequence[int]) -> str:
-    """A name for these tokens: equal ones have the same in every process."""
+    """Hash of token ids, the same in every process."""
     return hashlib.blake2b(np.asarray(token_ids, np.int32).tobytes(), digest_size=16).hexdigest()
 
 
 def seed_behind(seed: int, num_tokens: int) -> int:
-    """The seed of a completion, of whose tokens there are so many already."""
+    """Seed to continue a completion after this number of tokens."""
     return _bits([int(seed), "behind", int(num_tokens)])
 
 
 def turn_seed(base: int, *, rank: int, row: int, num_rows: int, turn: int | str) -> int:
-    """The seed of one turn of an episode, whenever it is sampled and by whichever engine.
+    """Seed of one turn, independent of the time and engine of its sampling.
 
-    base: as `seed_base` gives it; row: of the rank's rows, of which each rank has `num_rows`, or beyond them, of a
-    rollout function that asks for more. A turn, numbered or named, has a base of its own, but for number 0; within a
-    turn the rows of a job differ as those of single-turn batches do.
+    base: from `seed_base`; row: index among the rank's `num_rows` rows; above them for further requests of a rollout
+    function. Each turn, numbered or named, has its own base, except number 0; within a turn the rows of a job differ as
+    in single-turn batches.
     """
     beyond, own = divmod(row, max(1, num_rows))
     if turn or beyond:
@@ -235,8 +247,8 @@ def pack_completions(
     policy_versions: Sequence[int],
     engines: Sequence[int],
 ) -> Completions:
-    """Row i of `logprob_rows` has one number for each token of row i of `token_rows`; each row has a policy version and
-    an engine."""
+    """Pack completions. Row i of `logprob_rows` has one number for each token of row i of `token_rows`; each row has a
+    policy version and an engine."""
     token_ids, lengths = _pack(token_rows, np.int32)
     engine_logprobs, logprob_lengths = _pack(logprob_rows, np.float32)
     assert np.array_equal(lengths, logprob_lengths), (lengths, logprob_lengths)
@@ -250,7 +262,7 @@ def pack_completions(
 
 
 def split_completions(completions: Completions, sizes: Sequence[int]) -> list[Completions]:
-    """Cut into parts of so many completions each, in order; as views."""
+    """Split into parts with these numbers of completions, in order; as views."""
     assert sum(sizes) == completions.num_completions, (sum(sizes), completions.num_completions)
     rows, tokens = _bounds(sizes), _bounds(completions.lengths)
     return [
@@ -266,7 +278,7 @@ def split_completions(completions: Completions, sizes: Sequence[int]) -> list[Co
 
 
 def concat_completions(parts: Sequence[Completions]) -> Completions:
-    """The completions of all parts, in order."""
+    """Concatenate the completions of all parts."""
     if not parts:
         return pack_completions([], [], [], [])
     return Completions(
@@ -290,7 +302,7 @@ def to_lists(
     """Token ids and log-probabilities, one list per completion.
 
     Args:
-        of_refused: in the place of what was refused.
+        of_refused: replaces refused completions.
     """
     token_ids, logprobs = ([row.tolist() for row in rows] for rows in to_arrays(completions))
     for row in np.flatnonzero(completions.policy_versions == REFUSED):
@@ -299,10 +311,10 @@ def to_lists(
 
 
 class SingleValues(Sequence[tuple[float]]):
-    """Numbers read as rows of one number each: a completion's log-probabilities as TRL takes them.
+    """Sequence of one-element rows over numbers: log-probabilities in the form TRL reads.
 
-    TRL reads `[row[0] for row in these]`, once. A list for each token would cost more than bringing the completions
-    to the ranks does.
+    TRL reads `[row[0] for row in these]`, once. A list for each token would cost more than sending the completions to
+    the ranks.
     """
 
     def __init__(self, values: Sequence[float]) -> None:

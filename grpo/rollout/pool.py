@@ -1,7 +1,7 @@
-"""The engines of one node as one: completions wait in a common queue and go to whichever engine has space.
+"""Pool of a node's engines: completions wait in a common queue and go to the next engine with space.
 
-On the local main. Answers come from the engines' clients, in threads of theirs, and a thread for each engine sends it
-more, so that engines are busy while the ranks train; no collective runs in these threads.
+On the local main. Answers arrive in threads of the engines' clients, and one thread per engine sends it more requests,
+so that engines are busy while the ranks train; no collective runs in these threads.
 """
 
 import contextlib
@@ -33,51 +33,51 @@ from grpo.rollout.senders import Senders
 
 _log = logging.getLogger(__name__)
 
-POLL_S = 0.5  # how often a wait looks for a failure elsewhere, or for the end of the pool
-MAX_DEATHS = 2  # of engines at work on the same completion, until it is searched for the prompt that they die of
+POLL_S = 0.5  # interval of checks for a failure elsewhere, or for the end of the pool
+MAX_DEATHS = 2  # of engines at work on the same completion, before a search for the fatal prompt
 
 
 @dataclass(eq=False)
 class EnginePool:
     """Samples batches of requests on all engines of the node.
 
-    What an engine owes when it dies goes to the others; where there is none it waits for `take_up`. A request keeps its
-    seeds, so that it is sampled as it would have been. A prompt of which engines die is found by trials (`Trials`), and
-    refused.
+    Completions of a dead engine go to the others; without any they wait for `take_up`. A request keeps its seeds, so
+    the result is the same. A prompt that kills engines is found by trials (`Trials`), and refused.
     """
 
     clients: InitVar[Sequence[EngineLike]]
     _: KW_ONLY
     max_num_seqs: InitVar[Sequence[int]]
-    """Of each engine, the sequences that it runs at once."""
+    """Number of sequences each engine runs at once."""
     max_tokens: int
-    """Of a completion."""
+    """Longest completion."""
     max_model_len: int = sys.maxsize
-    """Tokens of prompt and completion that an engine holds; a prompt without space for one sampled token is not
+    """Longest sequence of an engine, prompt and completion; a prompt without space for one sampled token is not
     sent."""
     end_tokens: tuple[int, ...] = ()
-    """That end a completion, as the trainer counts ends, whatever the engines' files say."""
+    """End tokens of a completion for the trainer, whatever the engines' files say."""
     in_flight: bool = False
-    """Whether new weights come while engines sample."""
+    """Weight syncs run during generation."""
     node: int = 0
-    """Of the engines."""
+    """Number of this node."""
     timeline: Recorder = field(default_factory=Recorder)
-    """Where each engine's work is recorded."""
+    """Timeline of each engine's work."""
     num_spare: int = 0
-    """Places of each engine that are left free."""
+    """Number of slots of each engine kept free."""
 
     def __post_init__(self, clients: Sequence[EngineLike], max_num_seqs: Sequence[int]) -> None:
         self._clients = [*clients]
         self._cache_salt: str | None = None
         self._adapter: int | None = None
         self._changed = threading.Condition()
-        # What has no place waits here, with one engine too: its deaths are then blamed on what it was at work on alone.
+        # Completions without a slot wait here, even for a single engine: its death is then blamed only on those it was
+        # sampling.
         self._queue = RequestQueue(max_num_seqs, self.num_spare)
-        self._unsent: dict[int, Sample] = {}  # by the first of its ids
+        self._unsent: dict[int, Sample] = {}  # by its first id
         known_good = Sample(ids=KNOWN_GOOD, token_ids=np.array(self.end_tokens[:1] or [0], np.int32), seed=0)
         self._trials = Trials(self._queue, self._unsent, known_good)
         self._sent: dict[int, Sample] = {}  # by completion id, while unanswered
-        self._deaths: Counter[int] = Counter()  # by completion id, of engines that had it
+        self._deaths: Counter[int] = Counter()  # by completion id: deaths of engines that had it
         self._num_reissued = self._num_delivered = 0
         self._batches: dict[int, Batch] = {}  # by completion id, while unanswered
         self._next_id = 0
@@ -95,7 +95,7 @@ class EnginePool:
 
     @property
     def policy_version(self) -> int:
-        """Optimizer steps of the weights that engines have from now on."""
+        """Optimizer steps of the engines' weights from now on."""
         return self._ages.now.step
 
     # -- a batch --------------------------------------------------------------------------------------------------
@@ -109,13 +109,13 @@ class EnginePool:
         on_done: Callable[[Batch], None] | None = None,
         kept: Kept | None = None,
     ) -> Batch:
-        """Start sampling; returns at once. What goes wrong is raised by `collect`, or reported as `tell` has it.
+        """Start sampling; returns at once. Errors are raised by `collect`, or passed to the callback of `tell`.
 
         Args:
             name: of the batch, for messages.
-            order: as `Batch` has it.
+            order: see `Batch`.
             on_done: called when all its completions are there, from another thread or this one; must not wait.
-            kept: the batch in a checkpoint: only what is missing there is sampled.
+            kept: the batch from a checkpoint: only its missing parts are sampled.
         """
         with self._changed:
             every = range(self._next_id, self._next_id + sum(request.n for request in requests))
@@ -147,15 +147,15 @@ class EnginePool:
         """Wait until the whole batch has been answered.
 
         Args:
-            timeout_s: from `Batch.asked_at` on, which is its submission, or when an engine was replaced.
-            check: called again and again meanwhile; what it raises ends the wait.
+            timeout_s: from `Batch.asked_at`: its submission, or the replacement of an engine.
+            check: called repeatedly meanwhile; an exception from it ends the wait.
 
         Returns:
-            None when all engines are gone before that.
+            None if all engines are lost before.
 
         Raises:
             EngineError: an engine failed at a request or does not read, or the time is up.
-            DeadlyRequests: engines died of it.
+            DeadlyRequests: it killed engines.
         """
         while True:
             check()
@@ -172,10 +172,10 @@ class EnginePool:
                 self._changed.wait(min(POLL_S, left_s))
 
     def so_far(self, batches: Sequence[Batch]) -> list[Completions]:
-        """Of each batch, what there is of its completions by now: see `Batch.so_far`. Engines go on."""
+        """Return the completions of each batch in their present state: see `Batch.so_far`. Engines continue."""
         if not batches:
             return []
-        found = ask_engines([*self._clients])  # without the lock, which their answers take
+        found = ask_engines([*self._clients])  # without the lock, needed by their answers
         with self._changed:
             begun = {
                 each: (tokens, self._ages.first(each).step, engine_id(self.node, engine))
@@ -191,11 +191,11 @@ class EnginePool:
         )
 
     def tell(self, on_trouble: Callable[[Exception | None], None]) -> None:
-        """Have what `collect` would raise told to who waits for batches otherwise.
+        """Set a callback for the errors `collect` would raise, for code that waits for batches in another way.
 
         Args:
-            on_trouble: called from another thread, or from this one at once, with the error that ends the pool, and
-                with None when its last engine is gone until `take_up`; must not wait.
+            on_trouble: called from another thread, or immediately, with the error that ends the pool, and with None
+                when its last engine is lost until `take_up`; must not wait.
         """
         with self._changed:
             self._on_trouble = on_trouble
@@ -203,7 +203,7 @@ class EnginePool:
 
     @property
     def is_in_trouble(self) -> bool:
-        """Whether no engine samples: all are gone, or one has failed."""
+        """True if no engine samples: all are lost, or one has failed."""
         return self._error is not None or not self._queue.has_engines()
 
     def _say_trouble(self) -> None:
@@ -211,7 +211,7 @@ class EnginePool:
             self._on_trouble(self._error)
 
     def drop(self, batch: Batch) -> None:
-        """Forget a batch, whatever has become of it; engines stop sampling it."""
+        """Drop a batch, in any state; engines stop sampling it."""
         with self._changed:
             for completion in batch.ids:
                 for owed in (self._batches, self._unsent, self._sent, self._deaths):
@@ -223,19 +223,19 @@ class EnginePool:
             self._feed()
 
     def note_paused(self, step: int, of_engines: Sequence[Mapping[int, int]]) -> None:
-        """All engines pause, and sample with the weights of `step` afterwards.
+        """Record that all engines are paused, and will continue with the weights of `step`.
 
         Args:
-            of_engines: tokens that completions under way have, of each engine.
+            of_engines: tokens so far of unfinished completions, by engine.
         """
         with self._changed:
             self._ages.sync(step, of_engines)
 
     def take_up(self, clients: Sequence[EngineLike], *, policy_version: int, adapter: int | None = None) -> None:
-        """Go on with these engines, all of which have the weights of `policy_version`.
+        """Continue with these engines, all of which have the weights of `policy_version`.
 
         Args:
-            adapter: which of those that the engines hold what is submitted from now on is sampled with.
+            adapter: number of the adapter for later submissions.
         """
         _log.debug("engines go on with policy version %d", policy_version)
         with self._changed:
@@ -243,20 +243,21 @@ class EnginePool:
             self._adapter = adapter
             if self.in_flight:
                 self._num_delivered += 1
-                if self._adapter is None:  # else vLLM's prefix cache goes by the adapter
+                if self._adapter is None:  # else vLLM's prefix cache is keyed on the adapter
                     self._cache_salt = f"{self.policy_version}-{self._num_delivered}"
                 self.accounts.cut(self.policy_version)
-                for completion in self._sent:  # an engine that has lived from weight sync to sync does not die of these
+                # an engine that survives from one weight sync to the next is not killed by these
+                for completion in self._sent:
                     self._deaths.pop(completion, None)
         for engine, client in enumerate(clients):
             if client is not self._clients[engine]:
                 self._replace(engine, client)
         with self._changed:
-            self._say_trouble()  # of an engine that has died since it was delivered to
+            self._say_trouble()  # for an engine that has died since the weight sync
 
     def _replace(self, engine: int, client: EngineLike) -> None:
         with self._changed:
-            self._senders.stop(engine)  # of one that was closed by us
+            self._senders.stop(engine)  # of one that we closed
             self._clients[engine] = client
             owed = self._queue.lose(engine)
             self._trials.interrupt(owed)
@@ -269,25 +270,25 @@ class EnginePool:
             self._feed()
 
     def close(self) -> None:
-        """End the threads; the engines go on, and may be another pool's afterwards. Safe to call twice."""
+        """End the threads; the engines keep running, and may join another pool. Safe to call twice."""
         self._senders.end()
         self._senders.join()
 
-    # -- what engines wait for ------------------------------------------------------------------------------------
+    # -- load -----------------------------------------------------------------------------------------------------
 
     @property
     def num_owed(self) -> int:
-        """Completions that are not answered."""
+        """Number of unanswered completions."""
         with self._changed:
             return len(self._batches)
 
     def adapters_in_use(self) -> set[int]:
-        """By which completions that are not answered are sampled."""
+        """Adapters of unanswered completions."""
         with self._changed:
             return {each.adapter for each in (*self._sent.values(), *self._unsent.values()) if each.adapter is not None}
 
     def take_num_reissued(self) -> int:
-        """Completions since the last call that were given to an engine again, because the one before it had died."""
+        """Return the number of completions sent again since the last call, because their engine had died."""
         with self._changed:
             count, self._num_reissued = self._num_reissued, 0
         return count
@@ -296,7 +297,7 @@ class EnginePool:
 
     def _feed(self) -> None:
         chunks = self._trials.send()
-        together = self._queue.all_sent()  # where something waits for a place, each is to be heard of when it ends
+        together = self._queue.all_sent()  # if others wait for a slot, each completion is answered when it ends
         for engine, chunk in chunks:
             sample = replace(self._trials.take(chunk), together=together, cache_salt=self._cache_salt)
             self._sent.update(dict.fromkeys(chunk, sample))
@@ -326,9 +327,9 @@ class EnginePool:
         self._changed.notify_all()
 
     def _issue_again(self, owed: Sequence[int]) -> None:
-        """Put what an engine owed back into the queue, under its seeds."""
+        """Put a lost engine's completions back into the queue, with their seeds."""
         if KNOWN_GOOD.start in owed:
-            owed = []  # nothing was beside it
+            owed = []  # it was alone in its engine
         chunks = []
         for _, run in itertools.groupby(owed, key=lambda completion: self._sent[completion].ids.start):
             for ids in ranges(run):
@@ -346,7 +347,7 @@ class EnginePool:
     def _hear(self, engine: int, client: EngineLike, answer: Sampled | EngineError) -> None:
         with self._noting_errors(), self._changed:
             if client is not self._clients[engine]:
-                return  # of an earlier life
+                return  # of an earlier engine
             if isinstance(answer, EngineDied):
                 self._lose(engine, answer)
             elif isinstance(answer, EngineError):
@@ -370,7 +371,7 @@ class EnginePool:
 
     def _refuse(self, batch: Batch, ids: range, why: str) -> None:
         for completion in ids:
-            if self._batches.pop(completion, None) is not None:  # else a checkpoint has kept it
+            if self._batches.pop(completion, None) is not None:  # else it is complete in the checkpoint
                 batch.refuse(completion, why)
 
     def _end_if_answered(self, batch: Batch) -> None:
@@ -383,7 +384,7 @@ class EnginePool:
 
     @contextlib.contextmanager
     def _noting_errors(self) -> Iterator[None]:
-        """Around the work of a thread: the first error is kept for `collect`, and ends the pool."""
+        """Keep the first error in a thread's work for `collect`, and end the pool."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  thread boundary: the main thread raises it

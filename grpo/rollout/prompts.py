@@ -1,4 +1,4 @@
-"""Prompts of ranks, with their images, to requests for engines."""
+"""Prompts with their images: from ranks to requests for engines."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,49 +14,49 @@ from grpo.rollout.packing import PackedRows, Request, TokenIds, concat_rows, pac
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pictured:
-    """What a prompt with images has beside its tokens."""
+    """Images of a prompt."""
 
     pictures: tuple[bytes, ...]
-    """Its images as files, in their order."""
+    """Image files, in order."""
     expanded: np.ndarray
-    """[L'] int32, what the trainer's processor makes of the prompt."""
+    """[L'] int32, expansion of the prompt by the trainer's processor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Head(Wire):
-    """What stands in a message before its pictures."""
+    """Header of a message, before its images."""
 
     sizes: tuple[int, ...]
-    """Bytes of each of the different pictures."""
+    """Bytes of each distinct image."""
     of_rows: dict[int, tuple[int, ...]]
-    """By row: the numbers of its pictures."""
+    """Indices of a row's images, by row."""
     expanded: dict[int, TokenIds]
-    """By row."""
+    """Expansions by row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompts:
-    """A rank's or a node's prompts."""
+    """Prompts of a rank or a node."""
 
     rows: PackedRows
-    """Token ids; of a prompt with images with one placeholder for each, as engines take it."""
+    """Token ids; with images, one placeholder for each, as engines expect."""
     pictured: Mapping[int, Pictured] = field(default_factory=dict)
-    """By row: of those with images."""
+    """Images by row, for rows with images."""
 
     @staticmethod
     def of(token_ids: Sequence[Sequence[int]]) -> "Prompts":
-        """Of text alone."""
+        """Make prompts of text alone."""
         return Prompts(rows=pack_rows(token_ids))
 
     @staticmethod
     def with_images(
         expanded: Sequence[Sequence[int]], images: Sequence[Sequence[Any] | None], engine_ids: Sequence[Sequence[int]]
     ) -> "Prompts":
-        """Of text and images.
+        """Make prompts of text and images.
 
         Args:
-            expanded: token ids that the trainer's processor makes of each prompt.
-            images: of each prompt, PIL images in RGB; none of one of text.
+            expanded: token ids of each prompt, expanded by the trainer's processor.
+            images: PIL images in RGB of each prompt; None or empty for text.
             engine_ids: token ids of each prompt with one placeholder for each image.
         """
         pictured = {
@@ -67,7 +67,7 @@ class Prompts:
         return Prompts(rows=pack_rows(engine_ids), pictured=pictured)
 
     def to_message(self) -> np.ndarray:
-        """[.] int32: the rows; with images the length of a head, the head, and each different picture once."""
+        """[.] int32: the rows; with images also the length of a header, the header, and each distinct image once."""
         if not self.pictured:
             return self.rows.to_message()
         files, places = shared(file for row in self.pictured.values() for file in row.pictures)
@@ -82,7 +82,7 @@ class Prompts:
 
     @staticmethod
     def from_message(message: np.ndarray) -> "Prompts":
-        """What `to_message` was given; there may be zeros behind it."""
+        """Inverse of `to_message`; trailing zeros are ignored."""
         rows = PackedRows.from_message(message)
         rest = message[1 + rows.num_rows + len(rows.token_ids) :]
         if len(rest) == 0 or rest[0] == 0:
@@ -99,7 +99,7 @@ class Prompts:
 
 
 def concat_prompts(parts: Sequence[Prompts]) -> Prompts:
-    """The prompts of all parts, of which there is one at least, in order."""
+    """Concatenate the prompts of all parts; at least one part."""
     pictured: dict[int, Pictured] = {}
     first = 0
     for part in parts:
@@ -111,15 +111,15 @@ def concat_prompts(parts: Sequence[Prompts]) -> Prompts:
 def collapse(
     prompts: Prompts, seed_base: int, first_row: int, overrides: Mapping[str, Any] | None = None
 ) -> list[Request]:
-    """Makes one request of each run of equal neighbouring rows, whichever ranks the rows came from.
+    """Merge each run of equal neighbouring rows into one request, across ranks.
 
-    The requests cover the rows in order, without a gap. vLLM gives sample i of a request the seed `seed + i`, so with
-    `seed = seed_base + row of the job's batch` each row has a seed of its own in the whole job, the same one on however
-    many nodes and ranks. They differ also in the low 32 bits, which are all that torch's CPU generator keeps of a seed.
+    The requests cover the rows in order, without gaps. vLLM gives sample i of a request the seed `seed + i`, so with
+    `seed = seed_base + row of the job's batch` each row has a unique seed in the whole job, independent of the numbers
+    of nodes and ranks. Seeds also differ in their low 32 bits, the only ones torch's CPU generator uses.
 
     Args:
-        first_row: number of the first one in the job's batch.
-        overrides: as `Request` has them, of all.
+        first_row: index of the first row in the job's batch.
+        overrides: see `Request`; for all requests.
     """
     token_ids, pictured = unpack_rows(prompts.rows), prompts.pictured
 
@@ -145,5 +145,5 @@ def collapse(
 
 
 def _words(data: bytes) -> np.ndarray:
-    """Bytes as [.] int32, with zeros at the end."""
+    """Bytes as [.] int32, padded with zeros."""
     return np.frombuffer(data + bytes(-len(data) % 4), np.int32)

@@ -1,4 +1,4 @@
-"""Which engine samples which completion next: the decisions alone, without threads, clocks and engines."""
+"""Scheduling of completions to engines: decisions alone, without threads, clocks and engines."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,44 +7,44 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Completions of one prompt that go to one engine, which computes the prompt once."""
+    """Completions of one prompt for one engine, which computes the prompt once."""
 
     ids: Sequence[int]
     tokens: int
-    """The most that each completion may take, its prompt included."""
+    """Upper bound of each completion's tokens, prompt included."""
     home: int | None = None
-    """The engine that may hold the beginning of the prompt."""
+    """Engine that may have the beginning of the prompt in its cache."""
     order: int = 0
-    """Of its batch: none is sent before those of a lower one."""
+    """Order of its batch: chunks of lower order are sent first."""
     is_rest: bool = False
-    """Whether an engine has the first completions of it already."""
+    """True if an engine has its first completions already."""
 
 
 @dataclass(slots=True, eq=False)
 class _Engine:
     window: int
     held: dict[int, int] = field(default_factory=dict)
-    """Tokens of each completion that was sent and not answered, by id."""
+    """Tokens of each unanswered completion, by id."""
     tokens: int = 0
-    """Of all that is held."""
+    """Sum over all held completions."""
     is_there: bool = True
 
     def space(self) -> int:
-        """Places that are free."""
+        """Number of free slots."""
         return self.window - len(self.held) if self.is_there else 0
 
 
 class RequestQueue:
-    """The completions that a node owes, and which engine has them.
+    """Queue of a node's unanswered completions, and their assignment to engines.
 
-    An engine with a free place takes the next chunk, and what of it has no place there waits inside it. Everything else
-    waits here, where whichever engine has a free place first takes it. Where places are spared nothing waits inside an
-    engine: a chunk is cut to the places that are free, and the rest of it is the next one.
+    An engine with a free slot takes the next chunk; completions of the chunk beyond its slots wait inside the engine.
+    Other chunks wait here for the next engine with a free slot. With spare slots nothing waits inside an engine: a
+    chunk is cut to the free slots, and the rest becomes the next chunk.
 
     Args:
-        windows: of each engine, the completions that it samples at once.
-        num_spare: places of each engine that are left free, but for what `send_alone` sends: what asks for one beside
-            this queue is served at once.
+        windows: number of completions each engine samples at once.
+        num_spare: slots of each engine kept free, except for `send_alone`: requests outside this queue are served at
+            once.
     """
 
     def __init__(self, windows: Sequence[int], num_spare: int = 0) -> None:
@@ -54,18 +54,19 @@ class RequestQueue:
         self._waiting: list[Chunk] = []  # the next one is last
 
     def add(self, chunks: Iterable[Chunk]) -> None:
-        """Chunks that are to be sampled."""
+        """Add chunks to be sampled."""
         self._waiting += chunks
-        # The batch that training takes first; of it the dearest (Graham, "Bounds on Multiprocessing Timing Anomalies",
-        # 1969), of equals the oldest.
+        # First by batch order, then the most expensive (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969),
+        # then the oldest.
         self._waiting.sort(
             key=lambda chunk: (-chunk.order, chunk.is_rest, chunk.tokens * len(chunk.ids), -chunk.ids[0])
         )
 
     def send(self) -> list[tuple[int, Sequence[int]]]:
-        """What is to be sent now: engine and completions, in this order. The engine holds them from here on.
+        """Return the completions to send now, as (engine, ids), in order. The engine holds them from here on.
 
-        Each chunk goes home if there is space, else to the engine with space that has the fewest outstanding tokens.
+        Each chunk goes to its home engine if it has space, else to the engine with space and the fewest outstanding
+        tokens.
         """
         sent: list[tuple[int, Sequence[int]]] = []
         while self._waiting:
@@ -81,7 +82,7 @@ class RequestQueue:
         return sent
 
     def send_alone(self, chunks: Sequence[Chunk]) -> list[tuple[int, Sequence[int]]]:
-        """As `send`, these chunks, which do not wait here, to one engine that holds nothing; [] if there is none."""
+        """Send these chunks to one idle engine, as `send` does; they do not wait here. [] if there is none."""
         idle = [number for number, engine in enumerate(self._engines) if engine.is_there and not engine.held]
         return self._give(idle[0], chunks) if idle else []
 
@@ -94,16 +95,16 @@ class RequestQueue:
         return sent
 
     def all_sent(self) -> bool:
-        """Whether nothing waits for an engine that has space."""
+        """True if nothing waits for an engine with space."""
         return not self._waiting
 
     def answered(self, number: int, completion: int) -> None:
-        """By engine `number`, which may since have been asked to forget it."""
+        """Record an answer by engine `number`; the completion may have been dropped since."""
         engine = self._engines[number]
         engine.tokens -= engine.held.pop(completion, 0)
 
     def forget(self, completions: Iterable[int]) -> list[tuple[int, list[int]]]:
-        """Nobody wants these any more, whole chunks: which engine held which of them."""
+        """Drop completions, in whole chunks; return which engine held which of them."""
         ids = set(completions)
         self._waiting = [chunk for chunk in self._waiting if chunk.ids[0] not in ids]
         taken = []
@@ -114,7 +115,8 @@ class RequestQueue:
         return taken
 
     def lose(self, number: int) -> list[int]:
-        """Engine `number` is gone, and is given nothing until `regain`: the completions that it owed, in order."""
+        """Record the loss of engine `number`, which gets nothing until `regain`; return its unanswered completions, in
+        order."""
         engine = self._engines[number]
         owed = sorted(engine.held)
         engine.held.clear()
@@ -122,7 +124,7 @@ class RequestQueue:
         return owed
 
     def regain(self, number: int) -> None:
-        """Engine `number` is back, and holds nothing."""
+        """Record that engine `number` is back, and empty."""
         self._engines[number].is_there = True
 
     def has_engines(self) -> bool:
@@ -132,12 +134,12 @@ class RequestQueue:
         return not self._engines[number].held
 
     def fullest(self) -> int:
-        """The engine that holds most."""
+        """Return the number of the engine with the most completions in flight."""
         return max(range(len(self._engines)), key=lambda number: len(self._engines[number].held))
 
 
 def ranges(ascending: Iterable[int]) -> Iterator[range]:
-    """The same numbers as runs without gaps."""
+    """Group ascending numbers into ranges without gaps."""
     for _, run in itertools.groupby(enumerate(ascending), key=lambda each: each[1] - each[0]):
         numbers = [number for _, number in run]
         yield range(numbers[0], numbers[-1] + 1)

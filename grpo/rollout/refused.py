@@ -1,4 +1,4 @@
-"""Prompts that no engine takes: left out with a warning, up to a limit."""
+"""Prompts refused by the engines: left out with a warning, up to a limit."""
 
 import logging
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 class Refusals:
-    """Counts what was left out of the job; the same on every rank.
+    """Counts refused completions of the job; the same on every rank.
 
     Args:
         most: completions that may be left out (`vllm_max_refused`).
@@ -22,10 +22,10 @@ class Refusals:
         self._num_so_far = 0
 
     def look_at(self, reports: Sequence[GenerationReport]) -> None:
-        """Warn of prompts that no engine takes.
+        """Check the reports, and warn of refused prompts.
 
         Raises:
-            StepFailed: there are too many of them, or an engine gives log-probabilities that are no numbers.
+            StepFailed: too many were refused, or an engine returns non-finite log-probabilities.
         """
         for report in reports:
             if report.not_finite is not None:

@@ -1,4 +1,4 @@
-"""What generation batches cost, and how old the policy was that sampled them: records, and their metrics."""
+"""Cost and policy lag of generation batches: records and metrics."""
 
 import time
 from collections.abc import Sequence
@@ -10,42 +10,46 @@ from grpo.place.wire import Wire
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationReport(Wire):
-    """What one generation batch cost a node."""
+    """Cost of one generation batch on a node.
+
+    Example:
+        GenerationReport(generate_s=12.4, wait_s=3.1, idle_s=0.2, period_s=20.5, num_tokens=81920, num_completions=256)
+    """
 
     generate_s: float
-    """From its submission to its last completion, in the engines."""
+    """Seconds from its submission to its last completion, in the engines."""
     wait_s: float
-    """Of these, the seconds in which the ranks did nothing but wait for it."""
+    """Seconds of these in which the ranks only waited for it."""
     idle_s: float
-    """Since the batch before, the seconds in which an engine had neither anything to sample nor weights to load; mean
-    over the node's engines."""
+    """Seconds since the last batch in which an engine had neither requests nor weights to load; mean over the node's
+    engines."""
     period_s: float | None
-    """Since the batch before was collected, whatever was done; None for the first."""
+    """Seconds since the last batch was collected; None for the first."""
     num_tokens: int
-    """Completion tokens that the node's engines sampled."""
+    """Completion tokens sampled by the node's engines."""
     num_completions: int
     num_reissued: int = 0
-    """Of these, how often one was given to an engine again, because the one before it had died."""
+    """Number of completions sent again, because their engine had died."""
     num_refused: int = 0
-    """Completions whose prompts no engine took."""
+    """Completions whose prompts were refused."""
     num_failed: int = 0
-    """Completions left out because the rollout function has marked them as failed."""
+    """Completions left out because the rollout function marked them as failed."""
     refusal: FailureRecord | None = None
-    """Why, for the first that was refused."""
+    """Reason of the first refusal."""
     num_not_finite: int = 0
-    """Tokens since the report before to which an engine gave a log-probability that is no finite number."""
+    """Tokens since the last report with non-finite log-probabilities."""
     not_finite: FailureRecord | None = None
-    """Which engine, where they are too many."""
+    """Record about an engine with too many of them."""
     newer: "Newer" = field(default_factory=lambda: Newer())
-    """By how much newer the policies are that have sampled it."""
+    """Policy versions gained between submission and sampling."""
     num_sampled: int | None = None
-    """Tokens since the report before, of whichever batch; None: of this batch alone, in `generate_s`."""
+    """Tokens since the last report, of any batch; None: of this batch alone, in `generate_s`."""
     sampling_s: float = 0.0
-    """In which engines have sampled these, in the mean over the node's."""
+    """Sampling time of `num_sampled` in seconds, mean over the node's engines."""
 
     @property
     def tokens_per_s(self) -> float:
-        """While the engines sample."""
+        """Throughput while the engines sample."""
         num_tokens, seconds = self.num_tokens, self.generate_s
         if self.num_sampled is not None:
             num_tokens, seconds = self.num_sampled, self.sampling_s
@@ -54,39 +58,39 @@ class GenerationReport(Wire):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Newer(Wire):
-    """How much newer the policies are that have sampled a batch than the one to which it was submitted; added up."""
+    """Policy versions gained between a batch's submission and its sampling; sums."""
 
     versions: int = 0
-    """Over completions, when each began: policy versions."""
+    """Policy versions gained at the start of each completion, summed over completions."""
     steps: int = 0
-    """Likewise, in optimizer steps."""
+    """Optimizer steps, summed likewise."""
     token_versions: int = 0
-    """Over tokens: policy versions."""
+    """Policy versions gained at each token, summed over tokens."""
     least: int = 0
-    """Of the completion that began first: policy versions."""
+    """Policy versions gained at the start of the first completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLag:
-    """How old the policy is that sampled a batch, when the batch is first used."""
+    """Age of the policy that sampled a batch, at the batch's first use."""
 
     versions: float
-    """Policy versions between sampling and first use; mean over the job's completions, as for the other."""
+    """Policy versions between sampling and first use; mean over the job's completions."""
     steps: float
-    """Optimizer steps, likewise."""
+    """Optimizer steps between sampling and first use; mean over the job's completions."""
     token_versions: float = 0.0
-    """Policy versions, in the mean over tokens: where weights come in the middle of a completion, its later tokens are
-    of newer ones."""
+    """Policy versions, mean over tokens: with weight syncs during a completion, its later tokens have newer
+    versions."""
     most: int = 0
-    """Policy versions, of the token that is the oldest."""
+    """Policy versions of the oldest token."""
 
     @staticmethod
     def of(reports: "Sequence[GenerationReport]", *, versions: int, steps: int) -> "PolicyLag":
-        """By the reports of all nodes.
+        """Compute the lag from the reports of all nodes.
 
         Args:
             versions: policy versions from the batch's submission to its first use.
-            steps: optimizer steps, likewise.
+            steps: optimizer steps in the same time.
         """
         num_completions = max(1, sum(report.num_completions for report in reports))
         num_tokens = max(1, sum(report.num_tokens for report in reports))
@@ -100,7 +104,7 @@ class PolicyLag:
 
 
 def figures_of_nodes(reports: Sequence[GenerationReport]) -> dict[str, list[float]]:
-    """What a generation batch cost each node."""
+    """Cost of a generation batch on each node, by metric."""
     return {
         "rollout/generate_s": [report.generate_s for report in reports],
         "rollout/tokens_per_s": [report.tokens_per_s for report in reports],
@@ -110,7 +114,8 @@ def figures_of_nodes(reports: Sequence[GenerationReport]) -> dict[str, list[floa
 
 
 def generation_metrics(reports: Sequence[GenerationReport], lag: PolicyLag) -> dict[str, float]:
-    """Of one generation batch: mean, least and largest over the nodes; shares are of the time since the last batch."""
+    """Metrics of one generation batch: mean, minimum and maximum over the nodes; shares are of the time since the last
+    batch."""
     of_nodes = figures_of_nodes(reports)
     periods = [(report, report.period_s) for report in reports if report.period_s is not None]
     if periods:
@@ -129,7 +134,7 @@ def generation_metrics(reports: Sequence[GenerationReport], lag: PolicyLag) -> d
 
 
 class Period:
-    """The time from one batch's end to the next one's."""
+    """Timer between the ends of batches."""
 
     def __init__(self) -> None:
         self._last: float | None = None

@@ -1,4 +1,4 @@
-"""Which prompt ends any engine that samples it: how it is searched for, and what is sent meanwhile; without threads."""
+"""Search for a prompt that kills every engine, and scheduling meanwhile; without threads."""
 
 import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -16,39 +16,39 @@ from grpo.rollout.queue import Chunk, RequestQueue
 _log = logging.getLogger(__name__)
 
 MAX_MORE_DEATHS = 4  # finds one among 16 in any case; a half that is answered costs none
-KNOWN_GOOD = range(-1, 0)  # the id of a completion that belongs to no batch
+KNOWN_GOOD = range(-1, 0)  # id of a completion that belongs to no batch
 Prompt = TypeVar("Prompt", bound=Hashable)
 
 
 class DeadlyRequests(EngineError):
-    """Engines died again and again with the same requests in flight, and no prompt was found to be to blame."""
+    """Engines died repeatedly with the same requests in progress, and no guilty prompt was found."""
 
 
 class Search(Generic[Prompt]):
-    """One search among prompts at which engines have died. Each trial has an engine to itself.
+    """Binary search among prompts at which engines have died. Each trial has an engine to itself.
 
-    The first trial is a prompt that was answered before: who dies of that one would die of any. Then come halves of
-    the suspects, and the last of them alone: dying beside others proves nothing.
+    The first trial is a prompt answered before: an engine that dies of it would die of any. Then come halves of the
+    suspects, and the last suspect alone, because a death beside others does not convict it.
 
     Args:
-        suspects: different prompts, at least one.
+        suspects: distinct prompts, at least one.
     """
 
     def __init__(self, suspects: Sequence[Prompt]) -> None:
         self.suspects = [*suspects]
         self.trial: list[Prompt] = []
-        """What is to be sampled now; nothing: the prompt that was answered before."""
+        """Prompts to sample now; empty: the prompt answered before."""
         self.num_deaths = 0
 
     def answered(self) -> None:
-        """The trial was: none of its prompts is to blame. It is over where no suspects are left."""
+        """Record an answered trial: none of its prompts is guilty. The search is over if no suspects are left."""
         self.suspects = [prompt for prompt in self.suspects if prompt not in self.trial]
         self._halve()
 
     def died(self) -> Prompt | None:
-        """The engine has died of the trial: the prompt that is to blame, where there is only one in it.
+        """Record a death in the trial; return the guilty prompt, if it was alone.
 
-        All other suspects are let go: if there is a second one among them, it is searched for by itself.
+        All other suspects are released: a second guilty one among them gets a search of its own.
         """
         self.num_deaths += 1
         if len(self.trial) == 1:
@@ -63,49 +63,49 @@ class Search(Generic[Prompt]):
 
 
 def prompt_of(sample: Sample | Request) -> bytes:
-    """Its tokens and its images."""
+    """Key of a prompt: its tokens and its images."""
     return b"".join([sample.token_ids.tobytes(), *(digest(file).encode() for file in sample.pictures)])
 
 
 class Trials:
-    """Stands between a pool and its queue: holds back what is suspected while a search is on, and all else with it.
+    """Stage between a pool and its queue: holds back suspects, and everything else, during a search.
 
     Args:
-        queue: where what is not suspected waits.
-        unsent: the pool's, by the first of their ids: what chunks are of.
-        known_good: tried first until something has been answered.
+        queue: queue of unsuspected chunks.
+        unsent: the pool's samples by their first id; chunks are parts of samples.
+        known_good: first trial until something has been answered.
     """
 
     def __init__(self, queue: RequestQueue, unsent: dict[int, Sample], known_good: Sample) -> None:
         self.known_good = known_good
         self.deadly: dict[bytes, str] = {}
-        """By prompt: why no engine is given it again."""
+        """Reason against sending, by prompt."""
         self._queue, self._unsent = queue, unsent
         self._search: Search[bytes] | None = None
         self._held: list[Chunk] = []
-        self._under_way: set[int] = set()  # completions of the trial that an engine is at
+        self._under_way: set[int] = set()  # completions of the trial in an engine
 
     def refusal(self, request: Request, max_model_len: int) -> str | None:
-        """Why no engine is given it; None: one may be."""
+        """Reason against sending a request; None: it may be sent."""
         if request.num_tokens >= max_model_len:
             held = f"the engine holds {max_model_len} with the completion (vllm_max_model_length)"
             return f"a prompt has {request.num_tokens} tokens; {held}"
         return self.deadly.get(prompt_of(request))
 
     def suspect(self, samples: Iterable[Sample]) -> None:
-        """Engines have died at work on these. Goes on with the search that is on, if there is one."""
+        """Suspect these samples: engines have died sampling them. Continues the present search, if there is one."""
         prompts = [prompt for prompt in dict.fromkeys(map(prompt_of, samples)) if prompt not in self.deadly]
         if self._search is None and prompts:
             self._search = Search(prompts)
             _log.warning("engines die of one of %d prompts, perhaps: they are tried", len(prompts), extra=FILE_ONLY)
 
     def add(self, chunks: Iterable[Chunk]) -> None:
-        """Chunks that an engine has not answered, to be sampled again."""
+        """Add chunks left unanswered by a lost engine, to be sampled again."""
         self._held += chunks
         self._let_go()
 
     def send(self) -> list[tuple[int, Sequence[int]]]:
-        """As `RequestQueue.send`; while a search is on, the next trial, to an engine that holds nothing else."""
+        """Return completions as `RequestQueue.send`; during a search the next trial, for an idle engine."""
         if self._search is None:
             return self._queue.send()
         if self._under_way:
@@ -122,14 +122,14 @@ class Trials:
         return sent
 
     def take(self, ids: Sequence[int]) -> Sample:
-        """Of the completions that `send` gives out the sample; what was cut off is one of its own then."""
+        """Return the sample of completions from `send`; a cut-off rest becomes a sample of its own."""
         sample, num_sent = self._unsent.pop(ids[0]), len(ids)
         if rest := sample.ids[num_sent:]:
             self._unsent[rest.start] = replace(sample, ids=rest, seed=sample.seed + num_sent)
         return replace(sample, ids=sample.ids[:num_sent])
 
     def settle(self, completions: Iterable[int]) -> None:
-        """These are answered, or no longer wanted."""
+        """Record that these are answered, or no longer wanted."""
         if self._search is None:
             return
         was_under_way = bool(self._under_way)
@@ -140,10 +140,10 @@ class Trials:
         self._let_go()
 
     def judge(self, owed: Mapping[int, Sample], error: EngineDied) -> str | None:
-        """An engine is gone, which owed these.
+        """Judge the death of an engine with these unanswered samples.
 
         Returns:
-            Why no prompt is to blame, if that is known now.
+            Reason why no prompt is guilty, if known by now.
         """
         if self._search is None or not self._under_way.intersection(owed):
             return None
@@ -164,17 +164,17 @@ class Trials:
         return None
 
     def interrupt(self, owed: Iterable[int]) -> None:
-        """An engine was replaced that lived, and owed these: the trial is made once more."""
+        """Repeat the trial: a living engine with these completions was replaced."""
         if self._under_way.intersection(owed):
             self._under_way.clear()
 
     def suspected(self) -> list[Sample]:
-        """What is held back."""
+        """Samples held back."""
         suspects = [] if self._search is None else self._search.suspects
         return [self._unsent[chunk.ids[0]] for chunk in self._held if self._is_among(suspects, chunk)]
 
     def take_deadly(self) -> list[Sample]:
-        """What waits, and is given to no engine."""
+        """Remove and return waiting samples of guilty prompts."""
         waiting = [sample for sample in self._unsent.values() if sample.ids != KNOWN_GOOD]
         samples = [sample for sample in waiting if prompt_of(sample) in self.deadly]
         for sample in samples:
@@ -187,7 +187,7 @@ class Trials:
         return prompt_of(self._unsent[chunk.ids[0]]) in prompts
 
     def _let_go(self) -> None:
-        """What is held and not suspected any more waits with all else."""
+        """Release held chunks no longer suspected."""
         search = self._search
         while search is not None and search.trial and not self._under_way:
             if any(self._is_among(search.trial, chunk) for chunk in self._held):
@@ -203,12 +203,12 @@ class Trials:
 
 
 def about_deadly(samples: Sequence[Sample], batches: Mapping[int, Batch], why: str, error: EngineDied) -> str:
-    """The cause, where the search has ended without a prompt.
+    """Error text for a search without a guilty prompt.
 
     Args:
-        samples: that engines died at work on.
-        batches: by completion id, of what is unanswered.
-        why: the search has ended.
+        samples: those at which engines died.
+        batches: by completion id, of unanswered completions.
+        why: reason for the end of the search.
     """
     completions = sorted({completion for sample in samples for completion in sample.ids} & batches.keys())
     names = " and ".join(sorted({batches[completion].name for completion in completions}))

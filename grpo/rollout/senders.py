@@ -1,4 +1,4 @@
-"""Threads that send each engine what its pool has decided under its lock: a socket may block."""
+"""Sender threads for messages to engines; the pool decides under its lock, but a socket may block."""
 
 import queue
 import threading
@@ -9,14 +9,14 @@ from grpo.engine.like import EngineLike
 from grpo.engine.messages import Sample
 
 _Outbox = queue.SimpleQueue[Sample | tuple[int, ...] | None]
-"""What is sent to an engine: completions to sample, completions to drop; None ends its thread."""
+"""Messages to an engine: completions to sample, completions to drop; None ends its thread."""
 
 
 class Senders:
-    """One thread for each engine, which gets its messages in the order in which they are put.
+    """One thread for each engine, sending its messages in order.
 
     Args:
-        noting_errors: around the work of a thread.
+        noting_errors: context manager around the work of a thread.
     """
 
     def __init__(self, num_engines: int, noting_errors: Callable[[], AbstractContextManager[None]]) -> None:
@@ -25,7 +25,7 @@ class Senders:
         self._threads: list[threading.Thread] = []
 
     def start(self, engine: int, client: EngineLike) -> None:
-        """Send what was put for engine `engine` to this client, and all that is put from now on."""
+        """Send queued and later messages of engine `engine` to this client."""
         thread = threading.Thread(
             target=self._send, args=[client, self._outboxes[engine]], name=f"grpo-{client.name}-sender", daemon=True
         )
@@ -33,11 +33,11 @@ class Senders:
         thread.start()
 
     def put(self, engine: int, message: Sample | tuple[int, ...]) -> None:
-        """Completions to sample, or the ids of completions to drop. Never waits."""
+        """Queue completions to sample, or the ids of completions to drop. Never waits."""
         self._outboxes[engine].put(message)
 
     def stop(self, engine: int) -> None:
-        """End the thread of an engine that is gone. What is put for it from now on is kept for its successor."""
+        """End the thread of a lost engine. Later messages are kept for its successor."""
         self._outboxes[engine].put(None)
         self._outboxes[engine] = queue.SimpleQueue()
 

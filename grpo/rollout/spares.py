@@ -1,8 +1,8 @@
-"""Spare groups: which groups of a batch are trained on, and how their rows come to the ranks that train on them.
+"""Spare groups: selection of the groups to train on, and redistribution of their rows to ranks.
 
-A batch samples more groups than it trains on. Those with spread in their rewards come first, in the order of their
-numbers; flat ones, which teach nothing, fill up. So which groups a batch has is known before anything is sampled, and
-no completion is preferred for coming early (as in rounds of DAPO's dynamic sampling, https://arxiv.org/abs/2503.14476).
+A batch samples more groups than it trains on. Groups with different rewards come first, in the order of their numbers;
+flat ones, which give no gradient, fill up. So the sampled groups are fixed in advance, and no completion is preferred
+for finishing early (as in rounds of DAPO's dynamic sampling, https://arxiv.org/abs/2503.14476).
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from grpo.rollout.packing import Completions, concat_completions, split_completi
 
 
 def flat_groups(rewards: np.ndarray) -> np.ndarray:
-    """Which groups have no spread: whoever was scored has exactly the same reward. [groups] bool.
+    """Find groups whose scored completions all have exactly the same reward. [groups] bool.
 
     Args:
-        rewards: [groups, n, objectives]; NaN where a completion was not scored. A group is flat where it is so in each
+        rewards: [groups, n, objectives]; NaN for an unscored completion. A group is flat if it is flat in each
             objective.
 
     Example:
@@ -33,7 +33,8 @@ def flat_groups(rewards: np.ndarray) -> np.ndarray:
 
 
 def chosen_groups(is_flat: np.ndarray, num_groups: int) -> np.ndarray:
-    """The numbers of the groups to train on, ascending: the first with spread, then the first flat ones. [num_groups].
+    """Select the groups to train on, ascending: the first ones that are not flat, then the first flat ones.
+    [num_groups].
 
     Example:
         >>> chosen_groups(np.array([True, False, True, False]), 3)
@@ -45,7 +46,7 @@ def chosen_groups(is_flat: np.ndarray, num_groups: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Texts(Wire):
-    """What rows have beside their tokens, as JSON."""
+    """Data of rows beside their tokens, as JSON."""
 
     texts: list[str]
 
@@ -56,7 +57,7 @@ class DealtRows:
 
     completions: Completions
     texts: list[str]
-    """Of each row what it has beside its tokens, as JSON."""
+    """Data of each row beside its tokens, as JSON."""
 
     def to_message(self) -> np.ndarray:
         """[.] int32: the completions, the length of the texts in bytes, the texts."""
@@ -66,7 +67,7 @@ class DealtRows:
 
     @staticmethod
     def from_message(message: np.ndarray) -> "DealtRows":
-        """What `to_message` was given; there may be more behind it."""
+        """Inverse of `to_message`; trailing data is ignored."""
         completions = Completions.from_message(message)
         begin = 1 + 3 * completions.num_completions + 2 * len(completions.token_ids)
         data = message[begin + 1 :].tobytes()[: int(message[begin])]
@@ -85,22 +86,21 @@ def _together(rows: Sequence[DealtRows]) -> DealtRows:
 
 
 def deal(groups: NodeGroups, mine: DealtRows, wanted: np.ndarray) -> DealtRows:
-    """Bring rows to the ranks that train on them. Collective over the job; every row goes where it is wanted, and no
-    further.
+    """Send rows to the ranks that train on them. Collective over the job; a row is sent only where it is needed.
 
     Args:
-        mine: this rank's rows; all ranks have equally many.
-        wanted: [rows] the numbers of the rows to train on, in the order of ranks, which get equally many of them. A
-            rank's rows have numbers in the order of ranks, too. The same on every rank.
+        mine: this rank's rows; all ranks have the same number.
+        wanted: [rows] numbers of the rows to train on, in the order of ranks, in equal shares. A rank's rows are
+            numbered in the order of ranks too. The same on every rank.
 
     Returns:
-        Those of this rank, in the order of `wanted`.
+        This rank's rows, in the order of `wanted`.
     """
     place, num_rows = groups.topology, len(mine.texts)
     share, first = len(wanted) // place.world_size, place.rank * num_rows
     node_of_rank = np.repeat(np.arange(place.num_nodes), [len(ranks) for ranks in place.nodes()])
-    node_of = node_of_rank[wanted // num_rows]  # where it is
-    node_for = np.repeat(node_of_rank, share)  # where it goes
+    node_of = node_of_rank[wanted // num_rows]  # its present node
+    node_for = np.repeat(node_of_rank, share)  # its destination
     own = {int(row) for row in wanted if first <= row < first + num_rows}
     leaving = sorted(own)
     each = mine.one_by_one()

@@ -1,4 +1,4 @@
-"""The engine's side of adapters: vLLM's LoRA manager, given tensors that a weight sync has brought instead of a folder.
+"""The engine's side of LoRA adapters: feeds vLLM's LoRA manager with tensors from a weight sync instead of a folder.
 
 Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed nor PEFT.
 """
@@ -17,12 +17,12 @@ from grpo.weights.names import ADAPTER_PREFIX
 
 
 def is_adapters(name: str) -> bool:
-    """Whether a tensor that comes is an adapter's, and no weight of the model."""
+    """True if a received tensor belongs to an adapter, not to the model."""
     return name.startswith(ADAPTER_PREFIX)
 
 
 def without_adapters(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """The model as its weights know it: vLLM loads none through the layers that it has put around others (0.31)."""
+    """Unwrap vLLM's LoRA layers in a `with` block: vLLM cannot load weights through them (0.31)."""
     return layers_replaced(model, lambda layer: layer.base_layer if isinstance(layer, BaseLayerWithLoRA) else None)
 
 
@@ -33,17 +33,17 @@ def take_adapter(
     device: torch.device,
     keep: Collection[int] = (),
 ) -> None:
-    """Hold an adapter, in the form in which requests of its number find it, and of the others those to keep alone.
+    """Load an adapter under its number, and drop all others except those in `keep`.
 
     Args:
         lora_manager: the model runner's (`LRUCacheWorkerLoRAManager`).
         number: of the adapter, new with every weight sync.
-        tensors: by PEFT's names, B with its scale.
-        keep: numbers of adapters that requests still ask for.
+        tensors: by PEFT's names, B multiplied by its scale.
+        keep: numbers of adapters still in use.
 
     Raises:
-        ValueError: a layer that vLLM does not adapt; it would leave that part out without a word (0.31).
-        RuntimeError: all slots are kept; vLLM would give away the one that was used least recently (0.31).
+        ValueError: a layer that vLLM does not adapt; vLLM would skip it silently (0.31).
+        RuntimeError: all slots are kept; vLLM would evict the least recently used one (0.31).
     """
     manager = lora_manager._adapter_manager
     kept = lora_manager.list_adapters() & {*keep}
@@ -54,7 +54,7 @@ def take_adapter(
         )
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     rank = lora_manager.lora_config.max_lora_rank
-    # As `_load_adapter` does after it has read a folder. The scale is in B, so rank and alpha are said to be the same.
+    # As `_load_adapter` after reading a folder. B contains the scale, so alpha is set equal to the rank.
     lora = LoRAModel.from_lora_tensors(
         number,
         dict(tensors),

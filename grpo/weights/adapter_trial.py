@@ -1,8 +1,8 @@
-"""Shows that the engines apply the adapters that they get, before training depends on it.
+"""Trial of adapters: verifies that the engines apply them, before training depends on it.
 
-An adapter begins as nothing: B is zero, and an engine that drops it computes what the trainer computes. So the first
-weight sync to an engine brings an adapter of noise, which moves the probe by many times the limit, and both sides score
-that.
+A new adapter has no effect: B is zero, so an engine that drops it still matches the trainer. So the first weight sync
+to an engine sends an adapter of noise, which changes the probe's log-probabilities by many times the limit, and both
+sides score it.
 """
 
 import contextlib
@@ -13,17 +13,17 @@ import numpy as np
 from grpo.weights.adapters import Lora
 from grpo.weights.verifier import Verifier
 
-MOVED_BY = 10.0  # the noise is to move log-probabilities by that many times what the proof lets pass
+MOVED_BY = 10.0  # required effect of the noise on log-probabilities, in multiples of the verification's limit
 FIRST_DEVIATION = 0.01
 MAX_DOUBLINGS = 12
-NEARLY_ALL = 0.9  # of the farthest that any noise moves them
+NEARLY_ALL = 0.9  # of the largest effect of any noise
 
 
 class AdapterTrial:
     """Makes the adapter of noise. Every rank has one; its methods are collective.
 
     Args:
-        smallest: of a number of each rank: what all of them go by.
+        smallest: minimum of a number over all ranks.
     """
 
     def __init__(self, lora: Lora, verifier: Verifier, smallest: Callable[[float], float]) -> None:
@@ -35,12 +35,12 @@ class AdapterTrial:
 
     @contextlib.contextmanager
     def noise(self) -> Iterator[float]:
-        """The trainer computes with the adapter of noise in here.
+        """Put the adapter of noise into the trainer's model in a `with` block.
 
-        Yields the gap up to which an engine has applied it.
+        Yields the largest gap of an engine that applies it.
 
         Raises:
-            ValueError: no noise moves what the model computes.
+            ValueError: no noise changes the model's output.
         """
         if self._deviation is None:
             self._deviation, self._moved = self._choose()
@@ -48,9 +48,9 @@ class AdapterTrial:
             yield min(self._verifier.hard_limit, self._moved / MOVED_BY)
 
     def _choose(self) -> tuple[float, float]:
-        """The least noise that moves the probe far enough, or nearly as far as any; and how far it does.
+        """Return the smallest noise with enough effect on the probe, or nearly the largest effect; and the effect.
 
-        A small model with random weights, in 16 bits, is not moved by ten times the limit by any.
+        A small 16-bit model with random weights cannot be changed by ten times the limit at all.
         """
         before = self._verifier.trainer_logprobs()
         tried: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""A model that PEFT has wrapped: its base as if nobody had, and its adapters, which a weight sync sends or merges.
+"""A PEFT model: its base as if unwrapped, and its adapters, which a weight sync sends or merges.
 
 LoRA: https://arxiv.org/abs/2106.09685, W x + s B A x, with A [r, in], B [out, r] and the scale s. DoRA:
 https://arxiv.org/abs/2402.09353.
@@ -23,12 +23,12 @@ from grpo.weights.names import ADAPTER_PREFIX
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAdapter:
-    """What one layer's adapter is made of."""
+    """Adapter of one layer."""
 
     weight: str
-    """The weight that it changes, under its name in the base."""
+    """Name of the adapted weight, in the base."""
     parts: Mapping[str, torch.Tensor]
-    """Parameters by PEFT's names: `lora_A.weight` and `lora_B.weight`, and what else there is."""
+    """Parameters by PEFT's names: `lora_A.weight` and `lora_B.weight`, and others if present."""
     scale: float
 
     @property
@@ -36,15 +36,15 @@ class LayerAdapter:
         return self.weight.rpartition(".")[0]
 
     def name_of(self, part: str) -> str:
-        """As PEFT's file has it, and vLLM reads it."""
+        """Name of a part in PEFT's files, as vLLM reads it."""
         return f"{ADAPTER_PREFIX}{self.path}.{part}"
 
     def merged(self, weight: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The layer's weight with its adapter, in the dtype of `weight`; summed in float32.
+        """Return the layer's weight merged with its adapter, in the dtype of `weight`; computed in float32.
 
         Args:
             weight: [out, in] of a linear layer, [entries, width] of an embedding.
-            parts: those of `self`, whole.
+            parts: those of `self`, gathered.
         """
         if "lora_embedding_A" in parts:
             change = (parts["lora_embedding_B"].float() @ parts["lora_embedding_A"].float()).T
@@ -52,17 +52,17 @@ class LayerAdapter:
             change = parts["lora_B.weight"].float() @ parts["lora_A.weight"].float()
         whole = weight.float() + self.scale * change
         if (magnitude := parts.get("lora_magnitude_vector.weight")) is not None:  # DoRA
-            by_rows = "lora_embedding_A" not in parts  # PEFT's norms of an embedding are those of its columns (0.21)
+            by_rows = "lora_embedding_A" not in parts  # for an embedding PEFT takes the norms of columns (0.21)
             scale = magnitude.float() / torch.linalg.norm(whole, dim=1 if by_rows else 0)
             whole *= scale[:, None] if by_rows else scale[None, :]
         return whole.to(weight.dtype)
 
 
 class Lora:
-    """The adapters of a PEFT model, seen beside its base.
+    """Adapters of a PEFT model, separate from its base.
 
     Args:
-        merges: whether they reach the engines inside of the weights that they change, instead of by themselves.
+        merges: send adapters merged into the weights they change, instead of alone.
     """
 
     def __init__(self, model: PeftModel, *, merges: bool) -> None:
@@ -71,7 +71,7 @@ class Lora:
         self.adapter_name: str = model.active_adapters[0]
 
     def layers(self) -> list[LayerAdapter]:
-        """In the order of the base's modules."""
+        """List the layers with an adapter, in the order of the base's modules."""
         return [
             LayerAdapter(
                 weight=f"{path}.weight", parts=dict(self._parts(module)), scale=module.scaling[self.adapter_name]
@@ -81,7 +81,7 @@ class Lora:
         ]
 
     def _parts(self, module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """What of a layer is this adapter's, under the names that PEFT's files have."""
+        """Yield this adapter's parts of a layer, by the names in PEFT's files."""
         for kind in module.adapter_layer_names:
             if self.adapter_name not in (held := getattr(module, kind)):
                 continue
@@ -93,7 +93,7 @@ class Lora:
                 yield f"{kind}.{leaf}", tensor
 
     def unwrapped(self) -> contextlib.AbstractContextManager[None]:
-        """The base as it was before PEFT put layers of its own into it; nobody may compute with it meanwhile."""
+        """Remove PEFT's layers from the base in a `with` block; no forward may run meanwhile."""
         return layers_replaced(self.base, self._inner)
 
     def _inner(self, module: nn.Module) -> nn.Module | None:
@@ -103,7 +103,7 @@ class Lora:
 
     @contextlib.contextmanager
     def with_noise(self, deviation: float) -> Iterator[None]:
-        """Every B with noise upon it, the same on every rank; it is as it was afterwards. Collective under ZeRO-3.
+        """Add noise to every B in a `with` block, the same on every rank. Collective under ZeRO-3.
 
         Args:
             deviation: standard deviation of the noise.

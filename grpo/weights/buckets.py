@@ -1,4 +1,4 @@
-"""What is gathered, packed and sent at a time: buckets, and the places of their parameters in a packed buffer."""
+"""Buckets of parameters, gathered, packed and sent together, and the layout of their packed buffers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,49 +6,54 @@ from itertools import accumulate, islice
 
 import torch
 
-# One packed buffer is being filled, one loaded, and one waits between the two where their times differ.
+# One packed buffer is filled, one is loaded, and one waits in between if their times differ.
 NUM_BUFFERS = 3
-# A model is cut into this many buckets at least, where the limit would allow larger ones: what is gathered before the
-# engine has its first bucket, and loaded after the last gather, overlaps with nothing.
+# Least number of buckets, even if the limit allows larger ones: gathering the first bucket and loading the last one
+# overlap with nothing.
 MIN_BUCKETS = 16
 MIN_BUCKET_BYTES = 2**20
-ALIGNMENT_BYTES = 64  # of a parameter in a packed buffer: a view needs its dtype's alignment, kernels like a cache line
+# of a parameter in a packed buffer: a view needs its dtype's alignment, kernels prefer a cache line
+ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ParamMeta:
-    """One tensor as it travels."""
+    """Metadata of one tensor as it is sent.
+
+    Example:
+        ParamMeta("model.norm.weight", torch.bfloat16, (1024,))
+    """
 
     name: str
-    """In the checkpoint."""
+    """Name in the checkpoint."""
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A run of parameters that is gathered together and travels in one packed buffer."""
+    """Parameters gathered together and sent in one packed buffer."""
 
     parameters: tuple[tuple[str, torch.Tensor], ...]
-    """And buffers; under the model's names."""
+    """Parameters and buffers, by the model's names."""
     metas: tuple[ParamMeta, ...]
-    """What they come out as: under the checkpoint's names, whole, in the dtypes that the engine holds."""
+    """Sent tensors: by checkpoint names, unsharded, in the engine's dtypes."""
 
 
 def aligned(metas: Sequence[ParamMeta]) -> tuple[ParamMeta, ...]:
-    """In an order in which each stands at a multiple of its dtype's size, even packed without gaps: the widest first.
+    """Sort by dtype size, widest first, so that tensors packed without gaps are aligned to their dtypes.
 
-    Each slice of a packed buffer is viewed in its dtype, which torch refuses at any other place: "offset must be
-    divisible by"; so it is in vLLM's own `unpack_tensor` (weight_transfer/packed_tensor.py, 0.31).
+    Each slice of a packed buffer is viewed in its dtype, which torch refuses at a misaligned offset ("offset must be
+    divisible by"); vLLM's own `unpack_tensor` does the same (weight_transfer/packed_tensor.py, 0.31).
     """
     return tuple(sorted(metas, key=lambda meta: -meta.dtype.itemsize))
 
 
 def bucket_limit(bucket_bytes: int, model_bytes: int) -> int:
-    """Upper size of a bucket, but for a single larger parameter.
+    """Upper size of a bucket, except for a single larger parameter.
 
     Args:
-        bucket_bytes: what is asked for, in the engine's dtype, as `model_bytes`.
+        bucket_bytes: requested size, in the engine's dtype like `model_bytes`.
     """
     return min(bucket_bytes, max(model_bytes // MIN_BUCKETS, MIN_BUCKET_BYTES))
 
@@ -57,7 +62,7 @@ def make_buckets(sizes_bytes: Sequence[int], bucket_bytes: int) -> list[list[int
     """Cut parameters, in order, into runs of at most `bucket_bytes`; a larger parameter is a bucket of its own.
 
     Args:
-        sizes_bytes: size of each parameter, whole.
+        sizes_bytes: unsharded size of each parameter.
 
     Returns:
         Indices into `sizes_bytes`, each exactly once, in order.
@@ -78,7 +83,7 @@ def meta_bytes(meta: ParamMeta) -> int:
 
 
 def described(metas: Sequence[ParamMeta]) -> dict[str, list]:
-    """What a worker is told of the tensors of a weight sync; a scalar is a tensor of one, as in vLLM's transfers
+    """Describe the tensors of a weight sync for workers; a scalar becomes a tensor of one element, as in vLLM
     (0.31)."""
     return {
         "names": [meta.name for meta in metas],
@@ -90,7 +95,7 @@ def described(metas: Sequence[ParamMeta]) -> dict[str, list]:
 def parted(
     names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]], sizes: Sequence[int]
 ) -> list[list[ParamMeta]]:
-    """What `described` was given, cut into buckets of so many tensors each."""
+    """Rebuild the metas from the values of `described`, cut into buckets of the given sizes."""
     metas = (
         ParamMeta(name, getattr(torch, dtype_name), tuple(shape))
         for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True)
@@ -99,19 +104,19 @@ def parted(
 
 
 def packed_bytes(metas: Sequence[ParamMeta], alignment_bytes: int = ALIGNMENT_BYTES) -> int:
-    """Space that `metas` take in a packed buffer."""
+    """Size of `metas` in a packed buffer."""
     return sum(-(-meta_bytes(meta) // alignment_bytes) * alignment_bytes for meta in metas)
 
 
 def packed_offsets(metas: Sequence[ParamMeta], alignment_bytes: int = ALIGNMENT_BYTES) -> list[int]:
-    """Where each of `metas` begins in a packed buffer, in bytes."""
+    """Offsets of `metas` in a packed buffer, in bytes."""
     return [0, *accumulate(packed_bytes([meta], alignment_bytes) for meta in metas)][: len(metas)]
 
 
 def packed_places(
     buffer: torch.Tensor, metas: Sequence[ParamMeta], alignment_bytes: int = ALIGNMENT_BYTES
 ) -> list[torch.Tensor]:
-    """Views of a packed buffer, [bytes] uint8: the place of each of `metas`, in its dtype and shape."""
+    """Views of a packed buffer, [bytes] uint8: one per meta, in its dtype and shape."""
     return [
         buffer[offset : offset + meta_bytes(meta)].view(meta.dtype).view(meta.shape)
         for meta, offset in zip(metas, packed_offsets(metas, alignment_bytes), strict=True)

@@ -1,8 +1,8 @@
-"""Whether all of a weight sync arrived, distinguished from vLLM's layer-wise reload before it is finalised.
+"""Completeness check of a weight sync, based on vLLM's layer-wise reload before it is finalised.
 
-vLLM itself proves nothing about a weight sync (0.31): `load_weights` returns `qkv_proj` as loaded with `v_proj`
-missing, the built-in worker throws that return value away, a layer that received nothing keeps its old tensors behind a
-log line, and a layer that received a part is completed with uninitialised memory.
+vLLM itself does not check (0.31): `load_weights` returns `qkv_proj` as loaded with `v_proj` missing, and the built-in
+worker ignores the return value. A layer without new tensors keeps its old ones with a log line; a partly received layer
+is completed with uninitialised memory.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,25 +18,25 @@ from grpo.weights.destinations import Destination, is_set_by_vllm
 
 
 class IncompleteSyncError(RuntimeError):
-    """A weight sync left parameters of the engine without new values."""
+    """A weight sync left engine parameters without new values."""
 
 
 class ChangedBitsError(RuntimeError):
-    """Other bits reached the engine than the trainer has sent."""
+    """The engine received other bits than the trainer sent."""
 
 
 def shown(lines: Sequence[str]) -> str:
-    """The first of many lines, for a message."""
+    """Join the first of many lines, for a message."""
     return "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
 
 
 def unsent_names(*, known: Collection[str], received: Collection[str], held: Collection[str]) -> list[str]:
-    """One line for each tensor that earlier weight syncs brought, and that this one neither sends nor says to leave
-    out; and for each that it leaves out though no weight sync has brought it.
+    """List the tensors from earlier weight syncs that this one neither sends nor declares as held, and the held ones
+    that were never sent; one line each.
 
     Args:
-        known: names, as in the checkpoint, of all that earlier weight syncs brought.
-        held: names that this weight sync says to leave out.
+        known: checkpoint names of all tensors sent before.
+        held: names declared as held by this weight sync.
     """
     return [f"{name}: not sent, and not among the frozen ones" for name in sorted({*known} - {*received, *held})] + [
         f"{name}: left out, but never sent before" for name in sorted({*held} - {*known})
@@ -46,16 +46,16 @@ def unsent_names(*, known: Collection[str], received: Collection[str], held: Col
 def unreached_tensors(
     places: Collection[Destination], *, tied: bool, filled: Collection[str], reached: Collection[str]
 ) -> list[str]:
-    """One line for each tensor of the engine that would hold no value of a weight sync when the reload is finalised.
+    """List the engine's tensors without a valid value after the reload; one line each.
 
-    Either no weight sync has ever filled it, and it holds what dummy loading left there; or others of its layer came
-    and it did not, and vLLM would complete the layer with uninitialised memory.
+    Either no weight sync has ever filled the tensor, and it holds values from dummy loading; or only other tensors of
+    its layer came, and vLLM would complete the layer with uninitialised memory.
 
     Args:
-        places: all that a checkpoint may fill.
-        tied: whether the model's configuration ties the head to the embedding.
-        filled: paths of what a weight loader has filled in this weight sync.
-        reached: paths of what one has filled in this weight sync or an earlier one.
+        places: all tensors a checkpoint may fill.
+        tied: the model's configuration ties the head to the embedding.
+        filled: paths of tensors filled by a weight loader in this weight sync.
+        reached: paths of tensors filled in this or an earlier weight sync.
     """
     touched = {id(place.layer) for place in places if place.path in filled and place.name not in SKIP_TENSORS}
     lines = []
@@ -65,7 +65,7 @@ def unreached_tensors(
         elif (
             place.path not in filled
             and id(place.layer) in touched
-            and place.name not in SKIP_TENSORS  # they stay where they are
+            and place.name not in SKIP_TENSORS  # they are not moved
             and not is_deferred_attention_layer(place.layer)
         ):
             lines.append(f"{place.path}: not sent, though others of its layer were")
@@ -73,7 +73,7 @@ def unreached_tensors(
 
 
 def _padding_numel(layer: torch.nn.Module) -> int:
-    """Elements of a vocabulary layer that no checkpoint holds: the rows that round this shard up."""
+    """Elements of a vocabulary layer missing in any checkpoint: padding rows of this shard."""
     if not isinstance(layer, VocabParallelEmbedding):
         return 0
     shard = layer.shard_indices
@@ -91,19 +91,20 @@ def incomplete_layers(
     synced_before: bool,
     sources: Mapping[str, Collection[str]],
 ) -> list[str]:
-    """One line for each layer whose parameters did not all arrive since `initialize_layerwise_reload`.
+    """List the layers whose parameters did not all arrive since `initialize_layerwise_reload`; one line each.
 
-    Allowed gaps: rows that pad the vocabulary; a tied head (its tensor is the embedding's); attention layers, which
-    vLLM completes itself; buffers, which `unreached_tensors` looks after; and a layer of which nothing was sent and
-    nothing is missing since an earlier weight sync.
+    Allowed gaps: padding rows of the vocabulary; a tied head (its tensor is the embedding's); attention layers, which
+    vLLM completes itself; buffers, checked by `unreached_tensors`; and a layer complete from an earlier weight sync,
+    without any sent tensor.
 
     Args:
-        tied: whether the model's configuration ties the head to the embedding.
-        received: names, as in the checkpoint, of all that was sent.
-        synced_before: whether an earlier weight sync was completed.
-        sources: by a layer's path, the names, as in the checkpoint, of what fills it; see `arrivals_of`.
+        tied: the model's configuration ties the head to the embedding.
+        received: checkpoint names of all sent tensors.
+        synced_before: an earlier weight sync was completed.
+        sources: checkpoint names of the tensors that fill a layer, by its path; see `arrivals_of`.
     """
-    received = {name for name in received if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS}  # vLLM counts none
+    # vLLM does not count them
+    received = {name for name in received if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS}
     done: set[int] = set()
     for layer in model.modules():
         if not get_layerwise_info(layer).can_load():
@@ -116,7 +117,7 @@ def incomplete_layers(
         expected = sum(
             get_tensor_load_numel(parameter)
             for leaf, parameter in layer._parameters.items()
-            if parameter is not None and leaf not in SKIP_LOAD_TENSORS  # they are not counted when they arrive
+            if parameter is not None and leaf not in SKIP_LOAD_TENSORS  # not counted on arrival
         )
         if info.load_numel >= expected - _padding_numel(layer):
             continue

@@ -1,4 +1,4 @@
-"""Brings the trainer's weights to all engines of the job, whichever of them die on the way."""
+"""Delivery of the trainer's weights to all engines of the job, even if some of them die meanwhile."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -24,41 +24,41 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-DEATH_FOLLOWS_S = 3.0  # from what an engine's death makes fail until the engine is known to be dead
+DEATH_FOLLOWS_S = 3.0  # between the first errors from an engine's death and its detection
 
-WARNED_AGAIN_FACTOR = 2.0  # a gap that large, in that of the last warning, is worth another one
+WARNED_AGAIN_FACTOR = 2.0  # factor over the last warning's gap before another warning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Arrivals(Wire):
-    """What a rank says before a weight sync."""
+    """Status of a rank before a weight sync."""
 
     restarts: tuple[EngineRestart, ...] = ()
     gone: FailureRecord | None = None
     written: tuple[str, ...] = ()
-    """Frozen parameters that were written to since they were sent."""
+    """Frozen parameters modified since they were sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome(Wire):
-    """One rank's, at the end of a phase."""
+    """Result of a rank at the end of a phase."""
 
     is_lost: bool = False
-    """Whether an engine of its node was lost."""
+    """True if an engine of its node was lost."""
     report: WeightSyncReport | None = None
     doubt: FailureRecord | None = None
-    """What is wrong with the gap of its engines, where it is beyond the limit; nothing has failed yet."""
+    """Problem with its engines' gap, if beyond the limit; nothing has failed yet."""
 
 
 @dataclass(eq=False)
 class WeightDelivery:
-    """Syncs, verifies, and begins again where an engine has died. Every rank has one; its methods are collective.
+    """Runs and verifies weight syncs, and repeats them after an engine's death. Every rank has one; its methods are
+    collective.
 
-    A gap that is beyond the limit is answered by sending the whole model once more: a tensor that did not arrive does
-    then. Where that does not help, the job ends behind a checkpoint of the last step, or goes on with a warning; see
-    `grpo.weights.limits`.
+    If a gap is beyond the limit, the whole model is sent again: this repairs a lost tensor. If it does not help, the
+    job ends after a checkpoint of the last step, or continues with a warning; see `grpo.weights.limits`.
 
-    The job branches on what its ranks have exchanged alone, so that all go through the same collectives. While one node
+    All branches depend only on values exchanged between ranks, so that all enter the same collectives. While one node
     waits for its engine, the others wait on gloo, never in NCCL.
     """
 
@@ -69,43 +69,43 @@ class WeightDelivery:
     watch: FailureWatch
     _: KW_ONLY
     wire_format: WireFormat
-    """What the engines have answered; those that come back have to say the same."""
+    """Format agreed with the engines; restarted ones must give the same answer."""
     timeout_s: float
-    """Of a call to an engine, and of opening a weight sync group."""
+    """Deadline of a call to an engine, and of opening a weight sync group."""
     tell: Callable[[EngineRestart], None]
-    """Hears of every engine of the job that has come back."""
+    """Called for every restarted engine of the job."""
     trial: "AdapterTrial | None"
-    """Where adapters travel by themselves; else None."""
+    """Trial of adapters, if they are sent alone; else None."""
 
     def __post_init__(self) -> None:
         self.restarts: list[EngineRestart] = []
-        """Of the whole job."""
+        """Restarted engines of the whole job."""
         self.total_s_by_node: list[float] = []
-        """Of the last weight sync, its slowest rank's on each node."""
+        """Duration of the last weight sync, of the slowest rank on each node."""
         self.num_repeats = 0
-        """Weight syncs that were broken by an engine's death."""
+        """Number of weight syncs broken by an engine's death."""
         self.verification: Verification | None = None
-        """The last one; the same on all ranks."""
+        """Last verification; the same on all ranks."""
         self._num_syncs = 0
         self._is_open = self._must_ask = self._must_verify = False
         self._must_try = self.trial is not None
         self._warned_of = 0.0  # nats
 
     def deliver(self, step: int) -> WeightSyncReport:
-        """Bring all engines of the job to the current weights; those that have died are waited for.
+        """Update all engines of the job to the current weights; waits for restarting engines.
 
         Args:
             step: of the weights; the engines' policy version afterwards.
 
         Returns:
-            What the weight sync cost the job.
+            The cost of the weight sync for the job.
 
         Raises:
-            JobFailed: an engine refused the weights, or the first verification did not hold.
-            StepFailed: an engine will not come back, or a later verification did not hold.
-            GenerationDropped: instead, where a stop was asked for.
+            JobFailed: an engine refused the weights, or the first verification failed.
+            StepFailed: an engine will not come back, or a later verification failed.
+            GenerationDropped: instead, if a stop was requested.
         """
-        sent_again: LogprobGap | None = None  # the gap that it was done for
+        sent_again: LogprobGap | None = None  # the gap that caused it
         while True:
             self._bring_back()
             outcomes = self._try_adapter(step) if self._must_try else []
@@ -128,17 +128,16 @@ class WeightDelivery:
 
     @property
     def full_syncs(self) -> int:
-        """How often everything had to be sent; the same on all ranks."""
+        """Number of repeated full weight syncs; the same on all ranks."""
         return self.syncer.source.times_forgotten
 
     @property
     def adapter_number(self) -> int | None:
-        """Of the adapter that the last weight sync has brought to this node's engines; see
-        `WeightSyncer.adapter_number`."""
+        """Number of the newest adapter in this node's engines; see `WeightSyncer.adapter_number`."""
         return self.syncer.adapter_number
 
     def require_full_sync(self) -> None:
-        """The next `deliver` sends the whole model and verifies it. On every rank, but not collective."""
+        """Let the next `deliver` send the whole model and verify it. On every rank, but not collective."""
         self.forget_sent()
         self._must_verify = True
 
@@ -162,13 +161,13 @@ class WeightDelivery:
         return report
 
     def _look_at_gap(self, outcomes: Sequence[_Outcome], sent_again: LogprobGap | None) -> LogprobGap | None:
-        """Decide by the worst gap of the job, on every rank alike.
+        """Decide by the job's worst gap, the same on every rank.
 
         Returns:
-            The gap for which the whole model has to be sent once more.
+            The gap, if the whole model has to be sent again.
 
         Raises:
-            StepFailed: it was, and the gap is beyond what the limit lets pass.
+            StepFailed: it was sent again, and the gap is still beyond the limit.
         """
         found = [(each.report.gap, each.doubt) for each in outcomes if each.report and each.report.gap]
         if not found:
@@ -194,21 +193,21 @@ class WeightDelivery:
         return None
 
     def metrics(self) -> dict[str, float]:
-        """Of the whole job, counted from its start on."""
+        """Metrics of the whole job, counted from its start."""
         metrics = {"engine/restarts": float(len(self.restarts)), "weight_sync/repeats": float(self.num_repeats)}
         if self.restarts:
             metrics["engine/restart_s"] = self.restarts[-1].seconds
         return metrics
 
     def forget_sent(self) -> None:
-        """Let the next weight sync bring all weights, frozen ones too; on every rank."""
+        """Let the next weight sync send all weights, frozen ones included; on every rank."""
         self.syncer.source.forget_sent()
 
     def close(self) -> None:
         self.syncer.close()
 
     def _try_adapter(self, step: int) -> list[_Outcome] | None:
-        """Weight sync and verify an adapter of noise; None where an engine was lost."""
+        """Sync and verify an adapter of noise; None if an engine was lost."""
         assert self.trial is not None
         with self.trial.noise() as limit:
             found = self._sync(step, True, limit=limit)
@@ -217,7 +216,7 @@ class WeightDelivery:
     def _sync(
         self, step: int, is_verified: bool, *, limit: float | None = None, was_sent_again: bool = False
     ) -> tuple[EngineError | None, WeightSyncReport, FailureRecord | None]:
-        """What failed on this rank, what its part cost, and what is wrong with the gap, as `_end_phase` takes them.
+        """Sync and verify on this rank; returns (error, report, problem with the gap) for `_end_phase`.
 
         Args:
             limit: of the gap, instead of the verifier's; beyond it the job ends.
@@ -243,7 +242,7 @@ class WeightDelivery:
         return None, report, self.watch.make_record(f"{client.name} {what}", kind=FailureKind.ENGINE)
 
     def _bring_back(self) -> None:
-        """Until all engines of the job take work, and every node's weight sync group is open."""
+        """Wait until all engines of the job take work, and every node's weight sync group is open."""
         while True:
             arrivals = self._wait_for_engines()
             if written := sorted({name for each in arrivals for name in each.written}):
@@ -262,7 +261,7 @@ class WeightDelivery:
             if self._open():
                 return
             if self.engines.has_lost():
-                self.engines.renew()  # the others of its node may wait for it in a group that never opens
+                self.engines.renew()  # the other engines of its node may wait for it in a group that never opens
 
     def _wait_for_engines(self) -> list[_Arrivals]:
         by_sums = is_due(self._num_syncs + 1)
@@ -283,13 +282,13 @@ class WeightDelivery:
         return arrivals
 
     def _open(self) -> bool:
-        """Open the weight sync group of each node that has none; False where an engine was lost meanwhile."""
+        """Open missing weight sync groups, one per node; False if an engine was lost meanwhile."""
         error: Exception | None = None
         stuck = f"the weight sync group did not open within {self.timeout_s:.0f} s (vllm_sync_timeout) [GRPO-502]"
         with self.watch.during("weight sync group"):
             try:
                 if not self._is_open:
-                    # NCCL's own wait has no deadline. Other engines of the node may be sampling.
+                    # NCCL's own wait has no deadline. Other engines of the node may be generating.
                     with self.watch.within(self.timeout_s, lambda: stuck), self.syncer.at_rest():
                         if self._must_ask:
                             answer = ask_engines(self.engines.clients, self.syncer.source.question, self.timeout_s)
@@ -299,14 +298,14 @@ class WeightDelivery:
                     self._is_open, self._must_ask = True, False
             except JobFailed:
                 raise  # the job has its record already
-            except (OSError, RuntimeError) as problem:  # `EngineError` is one
+            except (OSError, RuntimeError) as problem:  # `EngineError` is a RuntimeError
                 error = problem
             return self._end_phase(error) is not None
 
     def _end_phase(
         self, error: Exception | None, report: WeightSyncReport | None = None, doubt: FailureRecord | None = None
     ) -> list[_Outcome] | None:
-        """What all ranks say at the end of a phase; None where an engine was lost on one of them."""
+        """Exchange the results of a phase between all ranks; None if one of them lost an engine."""
         failure, is_lost = None, False
         if error is not None:
             is_lost = self.engines.has_lost(DEATH_FOLLOWS_S)

@@ -1,7 +1,7 @@
-"""Where each tensor of a checkpoint goes in the engine, told by vLLM's own `load_weights`.
+"""Destinations of checkpoint tensors in the engine, found by running vLLM's own `load_weights`.
 
-Names do not tell: vLLM fuses projections, renames, and every model has its own mapping. Here the weight loaders of all
-tensors are replaced, for a dry run that loads nothing, or watched while they load.
+Names are not enough: vLLM fuses projections and renames, and every model has its own mapping. This module replaces all
+weight loaders, either for a dry run without loading, or to observe real loads.
 
 Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed.
 """
@@ -29,9 +29,9 @@ from vllm.utils.torch_utils import is_quantized_kv_cache
 
 Loader = Callable[..., Any]
 
-# Of an attention layer: the scales of its KV cache. vLLM sets the first four to 1 itself at the end of every reload
-# (`set_default_quant_scales` in attention.py:601, mla_attention.py:1341, vLLM 0.31), unless the model is quantised; the
-# others exist between that model's loading and its processing, which nobody reads without a quantised cache.
+# Scales of an attention layer's KV cache. Unless the model is quantised, vLLM sets the first four to 1 itself at the
+# end of every reload (`set_default_quant_scales` in attention.py:601, mla_attention.py:1341, vLLM 0.31); the others
+# exist only between loading and processing, and are unused without a quantised cache.
 KV_CACHE_SCALES = frozenset(
     ["_k_scale", "_v_scale", "_q_scale", "_prob_scale", "k_scale", "v_scale", "q_scale", "prob_scale"]
 )
@@ -44,16 +44,17 @@ class Destination:
     path: str
     layer: torch.nn.Module
     name: str
-    """In its layer."""
+    """Name in its layer."""
     tensor: torch.Tensor
 
 
 def destinations(model: torch.nn.Module) -> list[Destination]:
-    """Parameters and persistent buffers, each once, under its first path; what `load_format="dummy"` fills, too.
+    """List parameters and persistent buffers, each once, by their first path; also those filled by
+    `load_format="dummy"`.
 
-    Those that vLLM leaves out of its count of a layer's elements are among them (`SKIP_LOAD_TENSORS` in
-    model_loader/reload/meta.py, vLLM 0.31: a router's `e_score_correction_bias`): it stays where it is in a reload, and
-    its loader writes to it at once.
+    Includes tensors that vLLM excludes from a layer's element count (`SKIP_LOAD_TENSORS` in
+    model_loader/reload/meta.py, vLLM 0.31), such as a router's `e_score_correction_bias`: a reload leaves it in place,
+    and its loader writes to it directly.
     """
     found: dict[int, Destination] = {}
     for layer_path, layer in model.named_modules():
@@ -65,14 +66,14 @@ def destinations(model: torch.nn.Module) -> list[Destination]:
 
 
 def is_set_by_vllm(destination: Destination, *, tied: bool) -> bool:
-    """Whether vLLM gives this tensor its value itself, and no weight sync needs to.
+    """True if vLLM sets this tensor itself, so that no weight sync needs to.
 
     Args:
-        tied: whether the model's configuration ties the head to the embedding.
+        tied: the model's configuration ties the head to the embedding.
     """
     layer = destination.layer
     if not destination.tensor.is_floating_point():
-        return True  # expert maps and the like, set in constructors; dummy loading leaves them alone
+        return True  # expert maps and the like, set in constructors; dummy loading does not change them
     if is_deferred_attention_layer(layer) and destination.name in KV_CACHE_SCALES:
         return not should_load_quant_weights(getattr(layer, "quant_method", None)) or not is_quantized_kv_cache(
             getattr(layer, "kv_cache_dtype", "auto")
@@ -82,11 +83,11 @@ def is_set_by_vllm(destination: Destination, *, tied: bool) -> bool:
 
 @contextlib.contextmanager
 def loaders_replaced(model: torch.nn.Module, replace: Callable[[Destination, Loader], Loader]) -> Iterator[None]:
-    """Other weight loaders in a model that waits for a reload.
+    """Replace the weight loaders of a model prepared for a reload, in a `with` block.
 
     Args:
-        replace: makes a tensor's loader out of the one that it has. A loader that keeps the name of the first
-            (`functools.wraps`) is taken for it: vLLM unwraps its own by their name.
+        replace: makes a new loader from a tensor's present one. A loader with the original's name (`functools.wraps`)
+            counts as the original: vLLM unwraps its own by name.
     """
     replaced: list[tuple[torch.Tensor, Loader | None, Loader]] = []
     for destination in destinations(model):
@@ -100,7 +101,7 @@ def loaders_replaced(model: torch.nn.Module, replace: Callable[[Destination, Loa
     finally:
         for tensor, before, loader in replaced:
             if getattr(tensor, "weight_loader", None) is not loader:
-                continue  # vLLM has put back the original
+                continue  # vLLM has restored the original
             if before is None:
                 del tensor.weight_loader
             else:
@@ -108,7 +109,7 @@ def loaders_replaced(model: torch.nn.Module, replace: Callable[[Destination, Loa
 
 
 def loaded_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """What a loader is to load: it is called with a parameter, this, and what differs by kind."""
+    """Return the weight passed to a loader: after the parameter, before arguments that differ by kind."""
     return kwargs["loaded_weight"] if "loaded_weight" in kwargs else args[1]
 
 
@@ -121,16 +122,16 @@ class Arrival:
 
     destination: Destination
     details: dict[str, Any]
-    """What the loader was told beside parameter and weight: `shard_id`, `expert_id` …"""
+    """Further arguments of the loader: `shard_id`, `expert_id` …"""
 
 
 class _Origins(TorchDispatchMode):
-    """Which tensors of the checkpoint a tensor was computed from, or is a view of."""
+    """Tracks the checkpoint tensors from which each tensor is computed or viewed."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._names = {tensor.untyped_storage()._cdata: {name} for name, tensor in weights.items()}
-        self._kept: list[torch.Tensor] = []  # so that no other storage gets its identity
+        self._kept: list[torch.Tensor] = []  # keeps storages alive, so that their identities are not reused
 
     def of(self, tensor: torch.Tensor) -> set[str]:
         return self._names.get(tensor.untyped_storage()._cdata, set())
@@ -151,20 +152,20 @@ def _tensors_in(values: Any) -> list[torch.Tensor]:
 def arrivals_of(
     model: torch.nn.Module, weights: Mapping[str, torch.Tensor], optional: Collection[str]
 ) -> tuple[dict[str, list[Arrival]], dict[str, set[str]]]:
-    """Which loaders `load_weights` calls for each name; none of them runs.
+    """Find the loaders that `load_weights` calls for each name, in a dry run without loading.
 
-    The model waits for a reload (`initialize_layerwise_reload`); it gets nothing.
+    The model must be prepared for a reload (`initialize_layerwise_reload`).
 
     Args:
-        weights: all tensors of the checkpoint by their names, on the meta device.
-        optional: those that this model need not know.
+        weights: all checkpoint tensors by name, on the meta device.
+        optional: names the model need not know.
 
     Returns:
-        The calls that get a tensor or a view of it; and by the path of each layer the names of all that a call for it
-        gets something of, which may be computed from it.
+        The loader calls by name of the tensor, or of the tensor viewed; and by layer path the names of all tensors that
+        contribute to the layer, computed ones included.
 
     Raises:
-        ValueError, KeyError: the model's own, of any other name that it does not know.
+        ValueError, KeyError: the model's own, for any other unknown name.
     """
     arrivals: dict[str, list[Arrival]] = defaultdict(list)
     sources: dict[str, set[str]] = defaultdict(set)
@@ -181,7 +182,7 @@ def arrivals_of(
             if name is not None:
                 details = dict(list(signature.bind(*args, **kwargs).arguments.items())[2:])
                 arrivals[name].append(Arrival(destination=destination, details=details))
-            return True  # experts: loaded here
+            return True  # experts: report as loaded here
 
         return note
 
@@ -194,7 +195,7 @@ def arrivals_of(
 
 
 def held_dtypes(arrivals: dict[str, list[Arrival]], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
-    """By the checkpoint's name: the floating-point dtype in which the engine holds it, where it is another one."""
+    """Floating-point dtype in the engine by checkpoint name, if it differs from the checkpoint's."""
     held = {
         name: functools.reduce(torch.promote_types, {call.destination.tensor.dtype for call in calls})
         for name, calls in arrivals.items()
@@ -211,7 +212,7 @@ def held_dtypes(arrivals: dict[str, list[Arrival]], weights: Mapping[str, torch.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeLoad:
-    """How one part of all experts of a layer is loaded at once: vLLM's loader takes [experts, rows, columns], too."""
+    """A single load of one part of all experts of a layer: vLLM's loader also accepts [experts, rows, columns]."""
 
     layer: RoutedExperts
     name: str
@@ -231,13 +232,13 @@ class WholeLoad:
 
 
 def whole_loads(parts: Sequence[Sequence[str]], arrivals: dict[str, list[Arrival]]) -> list[WholeLoad] | None:
-    """One load for each part, if all experts go, in order, to one tensor of a layer that holds them all, as they are.
+    """Return one load per part, if all experts go, unchanged and in order, to one tensor of a layer with all experts.
 
     Args:
-        parts: the checkpoint's names, part by part, expert by expert.
+        parts: checkpoint names, part by part, expert by expert.
 
     Returns:
-        None where experts have to come one by one: expert parallelism, redundant experts, quantised ones.
+        None if experts have to be loaded one by one: expert parallelism, redundant or quantised experts.
     """
     return None if None in (loads := [_whole_load(part, arrivals) for part in parts]) else loads  # type: ignore[return-value]
 

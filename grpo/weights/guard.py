@@ -1,8 +1,8 @@
-"""The guard on real tokens: log-probabilities of engine and trainer, of what was sampled and is trained on.
+"""Guard on sampled tokens: compares log-probabilities of engine and trainer on each training batch.
 
-The verification of a weight sync scores a few random tokens, and not after every sync. These come with every batch,
-at their real lengths, and cost nothing. They cannot be held to one figure for all models: kernels, dtypes and what
-sampling cuts off set the two sides apart from the start, so each node is held to its own beginning.
+The verification of a weight sync scores a few random tokens, and not after every sync. The guard covers every batch, at
+real lengths and no cost. One limit does not fit all models: kernels, dtypes and sampling cut-offs separate the two
+sides from the start. So each node is compared with its own start.
 """
 
 import statistics
@@ -11,32 +11,36 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 REFERENCE_BATCHES = 20
-IN_A_ROW = 3  # batches: one alone may hold a few odd tokens
+IN_A_ROW = 3  # batches: a single one may contain a few odd tokens
 
-# How far a gap may rise. Over 150 steps of the demo it moves by less than half (0.004 to 0.008 nats in bfloat16, three
-# seeds). A rise below the least changes importance ratios by a hundredth, and is no alarm in float32.
+# Limits on the rise of a gap. Over 150 steps of the demo it changes by less than half (0.004 to 0.008 nats in bfloat16,
+# three seeds). A rise below the least changes importance ratios by a hundredth, and is no alarm in float32.
 FACTOR = 3.0
 LEAST_RISE = 0.01  # nats
 
 GapSums = Mapping[int, tuple[float, int]]
-"""By the node that sampled: absolute differences of log-probabilities, in nats, added up, and over how many tokens."""
+"""Sum of absolute differences of log-probabilities, in nats, and number of tokens, by sampling node.
+
+Example:
+    {0: (12.5, 2048), 1: (11.9, 1990)}
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """The engines of one node have moved away from the trainer."""
+    """A drift of one node's engines away from the trainer."""
 
     node: int
     gap: float
-    """Mean of the last `IN_A_ROW` batches, in nats, as the others."""
+    """Mean gap of the last `IN_A_ROW` batches, in nats like the others."""
     reference: float
-    """What it was after the last full weight sync."""
+    """Gap after the last full weight sync."""
     limit: float
-    """Above which each of the last batches was."""
+    """Limit exceeded by each of the last batches."""
 
 
 def gaps_by_node(of_ranks: Iterable[GapSums]) -> dict[int, float]:
-    """The mean absolute difference over all tokens of each node, in nats; nodes without a token are left out."""
+    """Mean absolute difference over all tokens of each node, in nats; nodes without tokens are left out."""
     sums: dict[int, tuple[float, int]] = {}
     for of_rank in of_ranks:
         for node, (difference, tokens) in of_rank.items():
@@ -46,11 +50,11 @@ def gaps_by_node(of_ranks: Iterable[GapSums]) -> dict[int, float]:
 
 
 class LogprobGuard:
-    """Holds each node's gap to what it was in the `REFERENCE_BATCHES` batches after the last full weight sync.
+    """Compares each node's gap with that of the `REFERENCE_BATCHES` batches after the last full weight sync.
 
-    The reference stays as it is until the next one: what drifts slowly would carry a rolling one along. It is the lower
-    quartile of these batches, which a fault that begins among them does not raise. With one of 0.012 nats three batches
-    in a row above 0.036 are a drift; with one of 1e-6 (float32) three above 0.01.
+    The reference is fixed until the next full sync: a rolling one would follow a slow drift. It is the lower quartile
+    of these batches, so a fault starting among them does not raise it. With a reference of 0.012 nats, three batches in
+    a row above 0.036 are a drift; with 1e-6 (float32), three above 0.01.
     """
 
     def __init__(self, num_alarms: int = 0) -> None:
@@ -59,14 +63,14 @@ class LogprobGuard:
         self._latest: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=IN_A_ROW))
 
     def restarted(self) -> "LogprobGuard":
-        """One that takes new references: all engines have got all weights."""
+        """Return a guard that takes new references: all engines have received all weights."""
         return LogprobGuard(self.num_alarms)
 
     def judge(self, gaps: Mapping[int, float]) -> list[Drift]:
-        """Take one batch: each node's gap, in nats, of rows that the present weights have sampled.
+        """Add one batch: each node's gap, in nats, of rows sampled with the present weights.
 
         Returns:
-            The nodes that have drifted, which count as one alarm.
+            The drifted nodes; together they count as one alarm.
         """
         drifts = []
         for node, gap in gaps.items():

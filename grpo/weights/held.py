@@ -1,4 +1,4 @@
-"""Which frozen parameters the engines hold already, and whether any of them was written to since they were sent."""
+"""Frozen parameters held by the engines, and detection of later writes to them."""
 
 from collections.abc import Collection, Mapping
 
@@ -9,9 +9,10 @@ from grpo.weights.page_sums import fetched, page_sum
 
 
 class HeldParameters:
-    """Of one rank, by name. It remembers what this rank has of each: the parameter, or its shard under ZeRO-3.
+    """Held parameters of one rank, by name. Remembers this rank's part of each: the parameter, or its shard under
+    ZeRO-3.
 
-    Torch counts writes (`Tensor._version`), but for those that go through `.data`; sums of bits show them, too.
+    Torch counts writes (`Tensor._version`), except those through `.data`; checksums detect these too.
     """
 
     def __init__(self) -> None:
@@ -23,23 +24,23 @@ class HeldParameters:
         return frozenset(self._seen)
 
     def hold(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Say that the engines hold these, as they are now, and no others."""
+        """Record that the engines hold exactly these parameters, in their present state."""
         own = {name: _own_part(parameter) for name, parameter in parameters.items()}
         self._sums = {name: value for name, value in self._sums.items() if name in own and name in self._seen}
         self._sums |= _sums_of({name: part for name, part in own.items() if name not in self._sums})
         self._seen = {name: self._seen.get(name, (part, part._version)) for name, part in own.items()}
 
     def forget(self, names: Collection[str] | None = None) -> None:
-        """Say that the engines are to get these once more; None: all."""
+        """Record that the engines need these again; None: all."""
         for name in [*self._seen] if names is None else names:
             self._seen.pop(name, None)
             self._sums.pop(name, None)
 
     def written(self, *, by_sums: bool) -> list[str]:
-        """Names of those that were written to on this rank.
+        """Names of parameters modified on this rank.
 
         Args:
-            by_sums: whether bits are compared, too, which reads all of this rank's part of them.
+            by_sums: compare checksums too, which reads all of this rank's parts.
         """
         found = {name for name, (part, version) in self._seen.items() if part._version != version}
         if by_sums:

@@ -1,4 +1,4 @@
-"""Which parameters come out of transformers under one checkpoint name or several: the units of a conversion."""
+"""Units of a conversion: transformers' parameters that become one or several checkpoint tensors together."""
 
 from collections.abc import Callable
 
@@ -8,19 +8,19 @@ Tensors = dict[str, torch.Tensor]
 Conversion = Callable[[Tensors], Tensors]
 
 ADAPTER_PREFIX = "base_model.model."
-"""Before the base's name of a layer, in PEFT's files and on the way to the engines."""
+"""Prefix of the base's layer names, in PEFT's files and in weight syncs."""
 
 
 def conversion_units(convert: Conversion, placeholders: Tensors) -> list[list[str]]:
-    """Cut parameters into the smallest sets that can be converted one after the other.
+    """Cut parameters into the smallest sets that can be converted independently.
 
     Args:
         placeholders: every parameter, on the meta device.
 
     Raises:
-        ValueError: converting the sets one by one is not the same as converting all at once.
+        ValueError: converting the sets one by one differs from converting all at once.
     """
-    unit_of: dict[str, list[str]] = {}  # by what comes out
+    unit_of: dict[str, list[str]] = {}  # by output name
     units: list[list[str]] = []
     for name, placeholder in placeholders.items():
         outputs = list(convert({name: placeholder}))
@@ -38,5 +38,5 @@ def conversion_units(convert: Conversion, placeholders: Tensors) -> list[list[st
 
 
 def some(names: list[str]) -> str:
-    """The first of many names, for a message."""
+    """Join the first of many names, for a message."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,6 +1,6 @@
-"""The NCCL backend: one small communicator of the local main and its engines' workers.
+"""NCCL backend: one small communicator of the local main and its engines' workers.
 
-Imports vLLM only where the group is opened: the rest runs, and is tested, with torch alone.
+Imports vLLM only when the group is opened: the rest runs, and is tested, with torch alone.
 """
 
 import base64
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 _NO_NCCL = "vLLM could not load NCCL in the trainer [GRPO-501]: set vllm_sync_backend to 'shm', or mend NCCL"
 POLL_S = 0.0005
-MAX_AHEAD_BYTES = 2**30  # of a bucket that is received while one is loaded: engines leave so much memory free
-UNALIGNED = 1  # as in vLLM's own packed transfers there are no gaps
+MAX_AHEAD_BYTES = 2**30  # of a bucket received while another is loaded: engines leave that much memory free
+UNALIGNED = 1  # no gaps, as in vLLM's own packed transfers
 
 
 class NcclTransport:
     """Packed buffers on this rank's GPU, broadcast to all workers of the node's engines.
 
-    A bucket is filled on the current stream and broadcast on a stream of its own, which waits for the first. Both are
-    queued by the main thread, bucket by bucket, so the order of operations on a communicator is the same everywhere;
-    the weight sync group's has no rank in common with an all-gather that could wait for it but this one. A buffer is
-    free again when its broadcast is over.
+    A bucket is filled on the current stream and broadcast on a separate stream, which waits for the first. The main
+    thread queues both, bucket by bucket, so the order of operations on a communicator is the same everywhere. Except
+    for this rank, the weight sync group shares no rank with an all-gather that could wait for it. A buffer is free
+    again after its broadcast.
 
     Args:
-        buffer_bytes: space for any bucket.
+        buffer_bytes: capacity for any bucket.
         num_workers: of all the node's engines.
     """
 
@@ -51,33 +51,34 @@ class NcclTransport:
         self._abort_lock = threading.Lock()
 
     def open(self, engines: "NodeEngines", on_refusal: Callable[[EngineError], None]) -> None:
-        """Meet the workers.
+        """Create the communicator with the workers.
 
         Args:
-            on_refusal: told at once of an engine that will not come; this rank may wait for it for minutes.
+            on_refusal: called at once for a refusing engine; this rank may be stuck in NCCL init for minutes.
 
         Raises:
             EngineError: an engine refused.
-            RuntimeError: vLLM could not load NCCL here, or the workers did not come.
+            RuntimeError: vLLM could not load NCCL here, or the workers did not join.
         """
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
         from vllm.distributed.weight_transfer import nccl_common
 
-        # vLLM's `current_stream()` makes a side stream current, for good, unless it has seen one being set since it was
-        # imported (0.31).
+        # vLLM's `current_stream()` makes a side stream current, permanently, unless it has seen a stream being set
+        # since its import (0.31).
         torch.cuda.set_stream(torch.cuda.current_stream())
         try:
             unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
         except (OSError, ValueError, AttributeError) as error:  # no library, a torch without one, an older one
             raise RuntimeError(_NO_NCCL) from error
-        # The id goes over the engines' sockets. vLLM's other way is a store on a port, from which the workers unpickle.
+        # The id is sent over the engines' sockets. vLLM's alternative is a store on a port, whose values workers
+        # unpickle.
         info = nccl_common.NCCLWeightTransferInitInfo(
             nccl_unique_id_b64=base64.b64encode(unique_id).decode(),
             rank_offset=1,
             world_size=1 + self._num_workers,
             packed=True,
         )
-        # The workers wait for this rank inside of the call, and this rank for them.
+        # The workers wait for this rank inside the call, and this rank for them.
         pool = ThreadPoolExecutor(max_workers=1)
         try:
             answer = pool.submit(engines.init_weight_transfer_engine, nccl_common.worker_init_payload(info))
@@ -91,7 +92,7 @@ class NcclTransport:
                 self._communicator = nccl_common.uid_init_process_group(
                     unique_id, 0, info.world_size, torch.accelerator.current_device_index()
                 )
-            except Exception:  # workers that failed do not come
+            except Exception:  # failed workers do not join
                 if answer.done():
                     answer.result()
                 raise
@@ -113,28 +114,28 @@ class NcclTransport:
         return packed_places(self._buffers[index], bucket.metas, UNALIGNED)
 
     def start_sending(self, number: int, bucket: Bucket) -> None:
-        """Queue the broadcast, from the main thread, once the engines were told of it: a communicator's first operation
-        holds the caller until its peers are there, or until `abort`."""
+        """Queue the broadcast, from the main thread, after the engines were informed: the first operation of a
+        communicator blocks until the peers join, or until `abort`."""
         self._stream.wait_stream(torch.cuda.current_stream())
         packed = self._buffers[number % NUM_BUFFERS][: packed_bytes(bucket.metas, UNALIGNED)]
-        if self._aborted.is_set():  # right before the call: what is given up is freed
+        if self._aborted.is_set():  # right before the call: an abort frees the communicator
             return
         try:
             self._communicator.broadcast(packed, src=0, stream=self._stream)
         except RuntimeError as error:
-            if not self._aborted.is_set():  # else an engine has failed, and its answer says why
+            if not self._aborted.is_set():  # else an engine has failed, and its answer has the reason
                 raise EngineError(f"the broadcast to the node's engines failed: {error}") from error
         self._sent[number % NUM_BUFFERS] = self._stream.record_event()
 
     def is_taken(self, number: int, wait_s: float) -> bool:
         deadline = time.monotonic() + wait_s
-        sent = self._sent.get(number % NUM_BUFFERS)  # None: not after an abort
+        sent = self._sent.get(number % NUM_BUFFERS)  # None: after an abort
         while not (taken := sent is None or sent.query()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return bool(taken)
 
     def end(self) -> None:
-        # The memory goes back to the current stream, which must not write to it before the last broadcast is over.
+        # The memory returns to the current stream, which must not write to it before the last broadcast is over.
         torch.cuda.current_stream().wait_stream(self._stream)
         self._buffers.clear()
         self._sent.clear()
@@ -159,22 +160,22 @@ def receive(
     load: Callable[[list[tuple[str, torch.Tensor]]], None],
     device: torch.device | str,
 ) -> None:
-    """The workers' side: one bucket is received while the one before it is loaded.
+    """Receive buckets in a worker; each is received while the one before it is loaded.
 
-    vLLM's own consumer (0.31) ends a buffer where it is full, and we where a bucket ends. It also loads on several
-    streams in turn, while the layer-wise reload keeps what has come of a layer from one to the next.
+    vLLM's own consumer (0.31) ends a buffer when it is full; here a buffer ends with its bucket. vLLM also loads on
+    several streams in turn, which does not fit the layer-wise reload: it keeps partial layers across buffers.
 
     Args:
         group: vLLM's communicator.
-        load: called with the tensors of each bucket, in order; they are views of memory that nobody writes to again as
-            long as they are kept.
-        device: where they come.
+        load: called with the tensors of each bucket, in order; views of memory that is not written again while
+            referenced.
+        device: of the received tensors.
     """
     loading, receiving = torch.cuda.current_stream(), torch.cuda.Stream()
 
     def start(metas: Sequence[ParamMeta]) -> tuple[torch.Tensor, Any]:
         packed = torch.empty(packed_bytes(metas, UNALIGNED), dtype=torch.uint8, device=device)
-        receiving.wait_stream(loading)  # which may have loaded out of this memory before
+        receiving.wait_stream(loading)  # which may still be loading from this memory
         group.broadcast(packed, src=0, stream=receiving)
         return packed, receiving.record_event()
 

@@ -19,11 +19,12 @@ class NodeEngines:
         self._tensor_parallel_size = tensor_parallel_size
         self._timeout_s = timeout_s
         self.on_failure: Callable[[], None] = lambda: None
-        """Ends the transport's operations in flight, from any thread."""
+        """Called on a failure, from any thread; ends the transport's operations in progress."""
         self._asked: dict[EngineLike, Future[Any]] = {}  # by the last call to all
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Rank 0 of the weight sync group is the sender, then engine by engine its workers."""
+        """Initialise the transfer; rank 0 of the weight sync group is the sender, followed by the workers, engine by
+        engine."""
         infos = [dict(init_info) for _ in self._clients]
         if "rank_offset" in init_info:
             for index, info in enumerate(infos):
@@ -40,36 +41,37 @@ class NodeEngines:
         self._on_all("finish_weight_update", [{"weight_version": weight_version} for _ in self._clients])
 
     def check_bits(self, sent: dict[str, int]) -> None:
-        """Not of vLLM's client: compare what an update has brought with what was sent."""
+        """Compare received tensors with the sent ones; not part of vLLM's client."""
         self._on_all("check_bits", [{"sent": sent} for _ in self._clients])
 
     def end_weight_update(self, policy_version: str) -> None:
-        """Not of vLLM's client: as `finish_weight_update`, but the engines keep the adapters that they hold."""
+        """Finish as `finish_weight_update`, but keep the engines' adapters; not part of vLLM's client."""
         self._on_all("end_weight_update", [{"policy_version": policy_version} for _ in self._clients])
 
     def take_adapter(self, number: int, policy_version: str, keep: Collection[int] = ()) -> None:
-        """Not of vLLM's client: hold the adapter that the update has brought, and of the others those to keep."""
+        """Let the engines hold the received adapter, and of the others those in `keep`; not part of vLLM's client."""
         arguments = {"number": number, "policy_version": policy_version, "keep": sorted(keep)}
         self._on_all("take_adapter", [arguments for _ in self._clients])
 
     def pause(self) -> list[dict[int, int]]:
-        """Not of vLLM's client: no step begins until `resume`. Tokens so far of the completions of each engine, by id.
+        """Pause all engines: no step starts until `resume`; not part of vLLM's client.
 
-        An engine of the node that fails leaves the others paused: they are of no use any more, see `WeightSyncer.sync`.
+        Returns tokens so far of each engine's completions, by id. If one engine fails, the others stay paused: they are
+        useless then, see `WeightSyncer.sync`.
         """
         return self._on_all("pause", [{} for _ in self._clients])
 
     def resume(self) -> None:
-        """Not of vLLM's client: go on where `pause` has stopped."""
+        """Resume all engines after `pause`; not part of vLLM's client."""
         self._on_all("resume", [{} for _ in self._clients])
 
     def late(self, what: str) -> EngineError:
-        """An error about an engine that has not answered the last call yet."""
+        """Make an error about an engine that has not answered the last call yet."""
         late = [client for client, answer in self._asked.items() if not answer.done()]
         return (late or self._clients)[0].error(what)
 
     def _on_all(self, method: str, kwargs: list[dict[str, Any]], timeout_s: float | None = None) -> list[Any]:
-        """What each engine answers."""
+        """Call all engines; return their answers."""
         pool = ThreadPoolExecutor(max_workers=len(self._clients))
         self._asked = {
             client: pool.submit(client.call, method, timeout_s or self._timeout_s, **each)
@@ -79,7 +81,7 @@ class NodeEngines:
         pool.shutdown(wait=False)
         done, waiting = wait(futures, return_when=FIRST_EXCEPTION)  # each ends within its deadline
         if waiting or any(future.exception() for future in done):
-            self.on_failure()  # the sender, and the other engines, may sit in a broadcast with the one that failed
+            self.on_failure()  # the sender, and the other engines, may wait in a broadcast with the failed one
         for future in [*done, *waiting]:
             future.result()
         return [future.result() for future in futures]

@@ -1,4 +1,4 @@
-"""Copies of weights that vLLM packs for its kernels on CPUs, and that a reload leaves as they were.
+"""Packed copies of weights for vLLM's CPU kernels, which a reload does not update.
 
 Runs in vLLM's worker processes.
 """
@@ -8,14 +8,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 
 def refresh_packed_weights(model: torch.nn.Module, reloaded: set[torch.nn.Module]) -> None:
-    """Mend the two places where vLLM's CPU backend (0.31) leaves a reload half done, silently.
+    """Fix two silent errors in reloads by vLLM's CPU backend (0.31).
 
-    It packs weights for its kernels when it loads them. A tied head receives nothing in a reload, so its packed copy
-    stays the old one: log-probabilities are off by 0.4 to 1.7 (Qwen2, Qwen3). And experts are packed on the first load
-    alone: a reload writes plain values where the kernel reads packed ones, off by 0.02 to 0.4 (Qwen3-MoE).
+    It packs weights for its kernels when it loads them. First, a tied head receives nothing in a reload, so its packed
+    copy stays old: log-probabilities are off by 0.4 to 1.7 (Qwen2, Qwen3). Second, experts are packed on the first load
+    only: a reload writes plain values where the kernel expects packed ones, off by 0.02 to 0.4 (Qwen3-MoE).
 
     Args:
-        reloaded: layers that got values in this weight sync; the others are packed already.
+        reloaded: layers that received values in this weight sync; the others are packed already.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts, cpu_prepack_moe_weight
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm

@@ -1,7 +1,7 @@
-"""A checksum of a tensor's bits that shows pages which were dropped, repeated or swapped.
+"""Checksum of a tensor's bits; detects dropped, repeated or swapped pages.
 
-The trainer takes it of what it sends, vLLM's workers of what arrives and of what their loaders read. Imports torch
-alone.
+The trainer computes it for sent tensors, vLLM's workers for received tensors and for those their loaders read. Imports
+torch alone.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,17 +12,16 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 PAGE_BYTES = 2**14
-_WORD_BYTES = 8  # torch sums whole 64-bit words without a cast: 38 GB/s on one core, 1 GB/s of 32-bit ones (2.11)
+_WORD_BYTES = 8  # torch sums 64-bit words without a cast: 38 GB/s on one core, 1 GB/s for 32-bit ones (2.11)
 _PAGE_WORDS = PAGE_BYTES // _WORD_BYTES
 _PIECE_BYTES = 4096 * PAGE_BYTES
 
 
 def page_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of p times page p, p = 1, 2, ..., modulo 2**64: [] int64 on the tensor's device, the same on any device.
+    """Sum of p times page p, p = 1, 2, ..., modulo 2**64: [] int64 on the tensor's device, equal on any device.
 
-    A page has 16 KiB from the tensor's beginning on, and counts as the sum of its 64-bit words; bytes behind the last
-    whole word are a word with zeros behind them. Another order of words within one page does not show. On CUDA queued
-    on the current stream.
+    A page has 16 KiB, counted from the tensor's start, and its value is the sum of its 64-bit words; trailing bytes are
+    padded with zeros to a word. The order of words within a page is not detected. On CUDA queued on the current stream.
 
     Args:
         tensor: contiguous, of any dtype.
@@ -30,14 +29,14 @@ def page_sum(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().view(-1).view(torch.uint8)
     if flat.storage_offset() % _WORD_BYTES == 0:
         return _sum_of(flat, 1)
-    total = flat.new_zeros((), dtype=torch.int64)  # torch views words where they are aligned alone: copy, in pieces
+    total = flat.new_zeros((), dtype=torch.int64)  # torch views words only at aligned addresses: copy, in pieces
     for index, piece in enumerate(flat.split(_PIECE_BYTES)):
         total += _sum_of(piece.clone(), 1 + index * (_PIECE_BYTES // PAGE_BYTES))
     return total
 
 
 def _sum_of(flat: torch.Tensor, first_page: int) -> torch.Tensor:
-    """Of [bytes] uint8, aligned, whose first page has that number."""
+    """Sum of aligned [bytes] uint8, with the given number for the first page."""
     num_words, tail = divmod(flat.numel(), _WORD_BYTES)
     num_pages = num_words // _PAGE_WORDS
     words = flat[: num_words * _WORD_BYTES].view(torch.int64)
@@ -54,10 +53,10 @@ def _sum_of(flat: torch.Tensor, first_page: int) -> torch.Tensor:
 
 
 def fetched(sums: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The values of sums, brought to the host together; waits for their device.
+    """Copy sums to the host together; waits for their device.
 
     Args:
-        sums: [] int64 each, by the tensors' names.
+        sums: [] int64 each, by tensor name.
     """
     devices = {each.device for each in sums.values()}
     values: dict[str, int] = {}
@@ -68,17 +67,17 @@ def fetched(sums: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 class _Place(NamedTuple):
-    """A tensor in a storage."""
+    """Location of a tensor in a storage."""
 
     begin: int
-    """In bytes, as `end`."""
+    """Offset in bytes, like `end`."""
     end: int
     name: str
 
 
 class ArrivedSums:
-    """Sums of the tensors that arrive in one weight sync, and of the same memory when vLLM's loaders read it, which may
-    be much later: they wait for the other tensors of their layer."""
+    """Sums of the tensors received in one weight sync, and of the same memory when vLLM's loaders read it. This may be
+    much later: loaders wait for the other tensors of their layer."""
 
     def __init__(self) -> None:
         self._arrived: dict[str, torch.Tensor] = {}
@@ -88,7 +87,7 @@ class ArrivedSums:
         self._places: dict[int, tuple[StorageWeakRef, list[_Place]]] = {}
 
     def arrive(self, name: str, tensor: torch.Tensor) -> None:
-        """Take up one tensor, contiguous; what stood in its memory and is not loaded yet will be wrong."""
+        """Add one received, contiguous tensor; unloaded tensors in the same memory are marked as overwritten."""
         self._arrived[name] = page_sum(tensor)
         storage = tensor.untyped_storage()
         begin = tensor.storage_offset() * tensor.element_size()
@@ -100,9 +99,9 @@ class ArrivedSums:
         places[first:last] = [new]
 
     def load(self, weight: torch.Tensor) -> None:
-        """Sum the whole tensor that `weight` is, or is a part of, when the first of its parts is loaded.
+        """Sum the whole tensor that contains `weight`, when the first part of it is loaded.
 
-        What a model has computed from tensors that came is in other memory, and is passed over.
+        Tensors computed by a model from received ones are in other memory, and are skipped.
         """
         _, places = self._places.get(weight.untyped_storage()._cdata, (None, []))
         begin = weight.storage_offset() * weight.element_size()
@@ -113,10 +112,10 @@ class ArrivedSums:
             self._loaded[place.name] = page_sum(whole)
 
     def changed(self, sent: Mapping[str, int]) -> list[str]:
-        """One line for each tensor whose bits are not those that were sent; waits for the device.
+        """List tensors whose bits differ from the sent ones, one line each; waits for the device.
 
         Args:
-            sent: the trainer's sums, by the names under which tensors travel.
+            sent: the trainer's sums, by the names in the weight sync.
         """
         values = fetched(
             {f"arrived {name}": each for name, each in self._arrived.items()}

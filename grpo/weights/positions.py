@@ -1,8 +1,8 @@
-"""What the trainer computes of a completion must not depend on how far its prompt was padded.
+"""Position ids, so that the trainer's scores do not depend on the padding of prompts.
 
-TRL pads prompts to the left and passes no `position_ids` (1.16). A model that takes a token's position from its place
-in the row (GPT-2, GPT-Neo, GPT-BigCode, XGLM, BioGPT) then scores other positions than those that the engine, which
-pads nothing, has sampled at.
+TRL pads prompts on the left and passes no `position_ids` (1.16). A model that takes a token's position from its place
+in the row (GPT-2, GPT-Neo, GPT-BigCode, XGLM, BioGPT) then scores other positions than the engine, which pads nothing,
+has sampled at.
 """
 
 import inspect
@@ -16,21 +16,21 @@ from torch.utils.hooks import RemovableHandle
 
 NUM_PADS = 8
 MENDED_SHARE = 1 / 3
-"""Of the limit above which a difference is mended if that is possible; above the limit itself it is refused."""
+"""Share of the limit above which a difference is fixed if possible; above the limit itself it is refused."""
 
 _log = logging.getLogger(__name__)
 
 
 def make_padding_harmless(models: Sequence[nn.Module], apart: Callable[[], float], limit: float) -> None:
-    """Have `models` count positions without the pads where that makes a difference. Collective, as `apart` is.
+    """Make `models` count positions without pads, if that matters. Collective, as `apart` is.
 
     Args:
-        models: unwrapped ones, that TRL scores with; the first is the one that is trained.
-        apart: scores the same tokens with and without pads; the gap, which is the same on every rank.
-        limit: what rounding explains.
+        models: unwrapped models TRL scores with; the first is the trained one.
+        apart: scores the same tokens with and without pads; returns the gap, the same on every rank.
+        limit: gap explained by rounding.
 
     Raises:
-        ValueError: on every rank; the scores differ, and position ids do not mend it.
+        ValueError: on every rank; the scores differ, and position ids do not help.
     """
     without = apart()
     if without <= MENDED_SHARE * limit:
@@ -59,12 +59,12 @@ def make_padding_harmless(models: Sequence[nn.Module], apart: Callable[[], float
 
 
 def add_positions(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A forward pre-hook: positions that count the tokens of `attention_mask`, where none are given."""
+    """Forward pre-hook: add positions that count the tokens of `attention_mask`, if none are given."""
     token_ids = args[0] if args else kwargs.get("input_ids")
     mask = kwargs.get("attention_mask")
     if len(args) > 1 or kwargs.get("position_ids") is not None or token_ids is None:
         return None
-    if not isinstance(mask, torch.Tensor) or mask.shape != token_ids.shape:  # with a cache, the generation gives them
+    if not isinstance(mask, torch.Tensor) or mask.shape != token_ids.shape:  # with a cache, generation passes them
         return None
     return args, {**kwargs, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
 

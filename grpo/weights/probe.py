@@ -1,6 +1,6 @@
-"""The tokens that engine and trainer score when a weight sync is verified, and how the trainer scores them.
+"""The probe: tokens scored by engine and trainer to verify a weight sync, and the trainer's scoring.
 
-Sampled tokens' log-probabilities cannot serve: vLLM takes them after top-p, penalties and masks. `prompt_logprobs` are
+Log-probabilities of sampled tokens do not work: vLLM takes them after top-p, penalties and masks. `prompt_logprobs` are
 raw, so a fixed probe is scored by one forward on each side.
 """
 
@@ -16,8 +16,8 @@ PROBE_PROMPTS = 4
 PROBE_TOKENS = 32
 NUM_TEXTS = PROBE_PROMPTS // 2
 TEXT_TOKENS = NUM_TEXTS * PROBE_TOKENS
-"""Of ordinary text, as many as a probe can take."""
-_VOCABULARY_UNIT = 64  # vLLM rounds a vocabulary up to a multiple of it before it cuts it into shards
+"""Most tokens of ordinary text in a probe."""
+_VOCABULARY_UNIT = 64  # vLLM rounds the vocabulary up to a multiple before it cuts shards
 
 
 def probe_prompts(
@@ -28,22 +28,22 @@ def probe_prompts(
     text: Sequence[int] = (),
     num_shards: int = 1,
 ) -> list[list[int]]:
-    """`PROBE_PROMPTS` lists of up to `PROBE_TOKENS` token ids, the same in every run and on every rank.
+    """Return `PROBE_PROMPTS` lists of up to `PROBE_TOKENS` token ids, the same in every run and on every rank.
 
-    Half of them are the beginning of `text`, repeated where it is short, whose tokens are as likely as those of
-    training. The others are random: their tokens come from each shard of the vocabulary in turn.
+    Half of them are the beginning of `text`, repeated if it is short; its tokens are as likely as in training. The
+    others are random, taken from each shard of the vocabulary in turn.
 
     Args:
-        special_ids: left out of the random ones.
-        text: token ids; without any all prompts are random.
-        num_shards: that an engine's tensor parallelism cuts the vocabulary into.
+        special_ids: excluded from the random ones.
+        text: token ids; if empty, all prompts are random.
+        num_shards: vocabulary shards of an engine with tensor parallelism.
     """
     ordinary = np.setdiff1d(np.arange(vocab_size), np.fromiter(special_ids, dtype=np.int64, count=len(special_ids)))
     length = min(PROBE_TOKENS, max_model_len - 1)
     texts = NUM_TEXTS if text else 0
     shard_size = -(-vocab_size // _VOCABULARY_UNIT) * _VOCABULARY_UNIT // num_shards
     shards = [found for found in np.split(ordinary, np.searchsorted(ordinary, shard_size * np.arange(1, num_shards)))]
-    shards = [shard for shard in shards if len(shard)]  # the last one may hold nothing but what rounds it up
+    shards = [shard for shard in shards if len(shard)]  # the last one may contain only padding
     rng = np.random.default_rng(0)
     tokens = [rng.choice(shards[place % len(shards)]) for place in range((PROBE_PROMPTS - texts) * length)]
     random = np.reshape(tokens, (-1, length)).tolist()
@@ -52,7 +52,8 @@ def probe_prompts(
 
 @contextlib.contextmanager
 def _scoring_at_temperature_1(model: nn.Module, cast_lm_head_to_fp32: bool) -> Iterator[None]:
-    """TRL's scoring forward, which the trainer has bound with its sampling temperature, bound with 1."""
+    """Bind TRL's scoring forward with temperature 1 in a `with` block; the trainer has bound it with its own
+    temperature."""
     bound = model.__dict__.get("forward")
     add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=cast_lm_head_to_fp32)
     try:
@@ -73,17 +74,17 @@ def trainer_logprobs(
     cast_lm_head_to_fp32: bool = False,
     num_pads: int = 0,
 ) -> np.ndarray:
-    """Log-probability of each probe token but the first, by the trainer. [P, L-1] float32.
+    """Log-probability of each probe token except the first, by the trainer. [P, L-1] float32.
 
-    Takes the way that training takes: backbone, then the head's weight gathered by itself. A forward through the head's
-    module would be recorded by ZeRO-3, which then prefetches the head in training, where TRL gathers it: "Cannot
-    partition a param in flight" (DeepSpeed 0.19, TRL 1.16, untied heads).
+    Uses the same path as training: the backbone, then the head's weight gathered separately. With a forward through the
+    head's module, ZeRO-3 would record it and prefetch the head in training, where TRL gathers it: "Cannot partition a
+    param in flight" (DeepSpeed 0.19, TRL 1.16, untied heads).
 
     Collective under ZeRO-3, whose forward gathers: every rank calls it.
 
     Args:
-        inputs: of the model's forward: `input_ids` [P, L], and what a processor has made of pictures.
-        num_pads: to the left of each prompt, as TRL pads.
+        inputs: of the model's forward: `input_ids` [P, L], and a processor's image inputs.
+        num_pads: pads on the left of each prompt, as in TRL.
     """
     was_training = model.training
     model.eval()  # no dropout

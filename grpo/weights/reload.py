@@ -1,4 +1,4 @@
-"""The engine's side of a weight sync: vLLM's weight-transfer engines, made to count what arrived before a reload is
+"""The engine's side of a weight sync: vLLM's weight-transfer engines, extended to count arrivals before the reload is
 finalised.
 
 Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed.
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """vLLM warns of each layer that received nothing; here it is known which ones may."""
+    """Silence vLLM's warnings about layers that received nothing: here it is known which ones may."""
     log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -60,13 +60,14 @@ def _without_warnings() -> Iterator[None]:
 
 
 class CountedReload(WeightTransferEngine):
-    """The layer-wise reload with a proof of completeness at its end; mixed into both transports."""
+    """Layer-wise reload with a completeness check at its end; mixed into both transports."""
 
-    _known: frozenset[str] = frozenset()  # checkpoint names that finished weight syncs have brought
-    _reached: frozenset[str] = frozenset()  # paths of the engine's tensors that finished weight syncs have filled
-    _places: Sequence[Destination] = ()  # during a weight sync: all that it may fill
-    _whole_experts: Mapping[str, list[WholeLoad]] = MappingProxyType({})  # by the name under which they travel
-    _sources: Mapping[str, set[str]] = MappingProxyType({})  # by a layer's path, checkpoint names of what fills it
+    _known: frozenset[str] = frozenset()  # checkpoint names received in finished weight syncs
+    _reached: frozenset[str] = frozenset()  # paths of the engine's tensors filled in finished weight syncs
+    _places: Sequence[Destination] = ()  # during a weight sync: all tensors it may fill
+    _whole_experts: Mapping[str, list[WholeLoad]] = MappingProxyType({})  # by their name in the weight sync
+    # checkpoint names of the tensors that fill a layer, by its path
+    _sources: Mapping[str, set[str]] = MappingProxyType({})
     _parts: Mapping[str, list[str]] = MappingProxyType({})  # by the same name, those in the checkpoint
 
     @property
@@ -74,16 +75,16 @@ class CountedReload(WeightTransferEngine):
         return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
     def wire_format(self, question: dict[str, Any]) -> WireFormat:
-        """Before the first weight sync: which dtypes this engine holds, which experts it can load at once, and what it
-        has no place for.
+        """Answer the trainer before the first weight sync: this engine's dtypes, experts it can load at once, and names
+        without a place.
 
-        A dry run of a reload: nothing is loaded, and the tensors that stood there are put back.
+        Runs a dry run of a reload: nothing is loaded, and the previous tensors are restored.
 
         Args:
-            question: as `GatheredSource.question` gives it.
+            question: from `GatheredSource.question`.
 
         Raises:
-            ValueError, KeyError: vLLM's, of a parameter's name that this model does not know.
+            ValueError, KeyError: vLLM's, for a parameter name unknown to the model.
         """
         asked, buffers = question["metas"], {*question["buffers"]}
         weights = {
@@ -116,10 +117,10 @@ class CountedReload(WeightTransferEngine):
         self._adapter: dict[str, torch.Tensor] = {}
         self._reload = contextlib.ExitStack()
         self._reloads = False
-        self._sums: ArrivedSums | None = None  # while bits are checked
+        self._sums: ArrivedSums | None = None  # set while bits are checked
 
     def _begin_reload(self) -> None:
-        """With the first weight that comes: a weight sync of adapters alone walks over no layer."""
+        """Begin the reload with the first weight: a weight sync of adapters alone touches no layer."""
         self._reloads = True
         self._reload.enter_context(without_adapters(self.model))
         initialize_layerwise_reload(self.model)
@@ -138,12 +139,13 @@ class CountedReload(WeightTransferEngine):
             return loader(*args, **kwargs)
 
         original = _get_original_loader(destination.tensor)
-        if original is not loader:  # vLLM's own keeps what it gets until a layer is complete, and unwraps this then
+        # vLLM's own loader keeps its input until a layer is complete, and then unwraps this one
+        if original is not loader:
             watched.__wrapped__ = self._summed(original)
         return watched
 
     def _summed(self, loader: Loader) -> Loader:
-        """A loader that sums what it gets, before it is loaded."""
+        """Wrap a loader to checksum its input before loading."""
 
         @functools.wraps(loader)
         def summed(*args: Any, **kwargs: Any) -> Any:
@@ -154,9 +156,9 @@ class CountedReload(WeightTransferEngine):
         return summed
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Load what one update brings: experts that came whole part by part, all else through the model's own way.
+        """Load one update: stacked experts part by part, all else by the model's own `load_weights`.
 
-        Adapters are quarantined for `take_adapter`.
+        Adapters are kept for `take_adapter`.
         """
         if self._sums is not None:
             for name, weight in weights:
@@ -178,8 +180,8 @@ class CountedReload(WeightTransferEngine):
         """Complete the reload.
 
         Raises:
-            IncompleteSyncError: a layer did not get all of its elements, or a tensor has never been filled by a weight
-                sync; names the layers and what is missing.
+            IncompleteSyncError: a layer did not receive all of its elements, or a tensor was never filled by a weight
+                sync; names the layers and the missing parts.
         """
         received = {name for name in self._received if not is_adapters(name)}
         reached = self._reached | self._filled
@@ -222,10 +224,10 @@ class CountedReload(WeightTransferEngine):
         self._reload.close()
 
     def check_bits(self, sent: Mapping[str, int]) -> None:
-        """Compare what this weight sync has brought with what was sent, once all of it is loaded.
+        """Compare the received bits with the sent ones, once everything is loaded.
 
         Args:
-            sent: the trainer's sums (`page_sum`), by the names under which tensors travel.
+            sent: the trainer's sums (`page_sum`), by the names in the weight sync.
 
         Raises:
             ChangedBitsError: they differ; names the tensors.
@@ -235,12 +237,12 @@ class CountedReload(WeightTransferEngine):
             raise ChangedBitsError(f"the weight sync changed {len(lines)} tensors [GRPO-506]: {shown(lines)}")
 
     def take_adapter(self, lora_manager: Any, number: int, keep: Collection[int]) -> None:
-        """Hold the adapter that the last weight sync has brought, and those to keep."""
+        """Hold the adapter from the last weight sync, and those in `keep`."""
         take_adapter(lora_manager, number, self._adapter, self.device, keep)
         self._adapter = {}
 
     def note_received(self, names: list[str], held: list[str], *, sums_bits: bool = False) -> None:
-        """Record what one update brings; a name that comes twice would make the count believe in a full layer."""
+        """Record the names in one update. Refuses duplicates, which would make an incomplete layer count as full."""
         if sums_bits and self._sums is None:
             self._sums = ArrivedSums()
         for name in names:

@@ -1,4 +1,4 @@
-"""What weight syncs cost and what their verifications found: records, and their metrics. Imports nothing heavy."""
+"""Cost of weight syncs and results of their verification: records and metrics. Imports nothing heavy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,18 @@ from grpo.place.wire import Wire
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobGap(Wire):
-    """Absolute differences of log-probabilities over the probe, in nats."""
+    """Absolute differences of log-probabilities over the probe, in nats.
+
+    Example:
+        LogprobGap(mean=0.0041, max=0.062, judged=0.0041)
+    """
 
     mean: float
     max: float
     judged: float
-    """What is held to the limit: the mean; of a model with routers what `gap_between` makes of it."""
+    """Figure compared with the limit: the mean; for a model with routers see `gap_between`."""
     behind_image: bool = False
-    """Whether the tokens follow an image, which towers have part in then."""
+    """True if the tokens follow an image, and so depend on the towers."""
 
     def __str__(self) -> str:
         judged = "" if self.judged == self.mean else f", which counts as {self.judged:.3g} in a model with routers"
@@ -24,42 +28,45 @@ class LogprobGap(Wire):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What the verification of one weight sync found, over the whole job."""
+    """Result of verifying one weight sync, over the whole job."""
 
     number: int
-    """Of the weight sync, counted from 1."""
+    """Number of the weight sync, counted from 1."""
     policy_version: int
     gap: LogprobGap
-    """The worst engine's."""
+    """Gap of the worst engine."""
     limit: float
-    """That the gap was held to."""
+    """Limit on the gap."""
 
     @property
     def is_within(self) -> bool:
-        """Whether the gap is within the limit; beyond it the job goes on, with a warning."""
+        """True if the gap is within the limit; beyond it the job continues, with a warning."""
         return self.gap.judged <= self.limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncReport(Wire):
-    """What one weight sync cost this rank. Gathering and sending overlap: their sum is more than the total."""
+    """Cost of one weight sync on this rank. Gathering and sending overlap: their sum is more than the total.
+
+    Example:
+        WeightSyncReport(total_s=1.42, gather_s=0.61, send_s=1.20, num_bytes=1_191_586_816)
+    """
 
     total_s: float
-    """From the call to the engines' readiness; on ranks that send nothing, to the end of the last gather."""
+    """Seconds from the call until the engines are ready; on non-sending ranks, to the end of the last gather."""
     gather_s: float
-    """The main thread's time in bringing buckets together: casts, gathers, and the copies into packed buffers; over
-    NCCL, in queueing that on the GPU."""
+    """Main thread's time for gathering buckets: casts, gathers, and copies into packed buffers; over NCCL, for queueing
+    them on the GPU."""
     send_s: float
-    """From the first bucket on its way until the engines have taken up all: transport, loading, and what was gathered
-    meanwhile. 0 on ranks that send nothing."""
+    """Seconds from the first bucket sent until the engines have loaded all: transport, loading, and gathers meanwhile.
+    0 on non-sending ranks."""
     num_bytes: int
-    """Bytes that each engine was sent; 0 on ranks that send nothing."""
+    """Bytes sent to each engine; 0 on non-sending ranks."""
     paused_s: float | None = None
-    """From the call that paused the node's engines to the end of the one that let them go on; None where they were not
-    paused, or the rank sends nothing."""
+    """Seconds from the call to pause the node's engines to the end of the call to resume them; None without a pause,
+    and on non-sending ranks."""
     gap: LogprobGap | None = None
-    """The worst engine's of the node; None where none was asked: the weight sync was not verified, or the rank has
-    none."""
+    """Gap of the node's worst engine; None without a verification, or on a rank without engines."""
 
     def __str__(self) -> str:
         took = f"gather {self.gather_s:.2f} s, send {self.send_s:.2f} s"
@@ -81,7 +88,7 @@ class WeightSyncReport(Wire):
 
 
 def slowest(reports: Sequence[WeightSyncReport]) -> WeightSyncReport:
-    """What one weight sync cost the job: of each figure the largest of any rank."""
+    """Cost of one weight sync for the job: the maximum of each figure over all ranks."""
     gaps = [report.gap for report in reports if report.gap is not None]
     paused_s = [report.paused_s for report in reports if report.paused_s is not None]
     return WeightSyncReport(

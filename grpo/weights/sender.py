@@ -1,4 +1,4 @@
-"""Sends filled buckets: one call tells the engines of all of them, and the transport says when each has been taken."""
+"""Sends filled buckets: one call announces all of them to the engines, and the transport reports each one as taken."""
 
 import threading
 import time
@@ -17,72 +17,70 @@ from grpo.weights.buckets import NUM_BUFFERS, Bucket, described
 if TYPE_CHECKING:
     from grpo.weights.node_engines import NodeEngines
 
-ANSWER_PATIENCE_S = 5.0  # how long a broken transport waits for an engine's word, which is nearer to the cause
+ANSWER_PATIENCE_S = 5.0  # time a broken transport waits for an engine's answer, which is nearer to the cause
 POLL_S = 0.2
 
 
 class Transport(Protocol):
-    """Packed buffers, and how their content reaches the engines. For the main thread, but for `abort`.
+    """Packed buffers, and their way to the engines. For the main thread, except `abort`.
 
-    Made with `buffer_bytes`, space for any bucket, and `num_workers`, of all engines of the node. Bucket `number` of a
-    weight sync, from 0, stands in buffer `number % NUM_BUFFERS`.
+    Made with `buffer_bytes`, capacity for any bucket, and `num_workers`, of all engines of the node. Bucket `number` of
+    a weight sync, from 0, is in buffer `number % NUM_BUFFERS`.
     """
 
     device: str
-    """The kind of device on which its buffers are."""
+    """Device type of its buffers."""
 
     def open(self, engines: "NodeEngines", on_refusal: Callable[[EngineError], None]) -> None:
-        """Meet the engines; once. `on_refusal` is reported, from any thread, of one that refuses."""
+        """Connect to the engines; once. `on_refusal` is called, from any thread, for a refusing one."""
 
     def begin(self) -> None:
-        """Before a weight sync. Raises EngineError after an `abort`."""
+        """Begin a weight sync. Raises EngineError after an `abort`."""
 
     def places(self, number: int, bucket: Bucket) -> list[torch.Tensor]:
-        """Where the parameters of this bucket stand in its buffer."""
+        """Return the places of this bucket's parameters in its buffer."""
 
     def start_sending(self, number: int, bucket: Bucket) -> None:
-        """Let the engines have this bucket, which is filled.
+        """Start sending this filled bucket.
 
-        May wait for them the first time.
-
-        Raises EngineError when it fails, unless `abort` was the reason."""
+        May wait for the engines the first time. Raises EngineError on failure, unless `abort` was the reason.
+        """
 
     def is_taken(self, number: int, wait_s: float) -> bool:
-        """Whether the buffer of this bucket, which was sent, may be filled again; waits for that, `wait_s` at most."""
+        """Wait until the buffer of this sent bucket may be filled again, at most `wait_s`; return False on timeout."""
 
     def end(self) -> None:
-        """After a weight sync, however it went: what only a weight sync needs is given back."""
+        """End a weight sync, successful or not: release resources used only during one."""
 
     def abort(self) -> None:
-        """End what is in flight, from any thread: the engines give the weight sync up."""
+        """Abort transfers in progress, from any thread: the engines give up the weight sync."""
 
     def close(self) -> None: ...
 
 
 @dataclass(eq=False)
 class Sender:
-    """One weight sync of a local main. Its thread makes socket calls alone; each has a deadline, and so all waits here
-    end.
+    """One weight sync of a local main. Its thread only makes socket calls; each has a deadline, so all waits here end.
 
-    After an error of an engine or of the transport nothing more is sent, and `places` says None.
+    After an error of an engine or of the transport nothing more is sent, and `places` returns None.
     """
 
     transport: Transport
     engines: "NodeEngines"
     buckets: Sequence[Bucket]
-    """All that will be sent, in order."""
+    """Buckets to send, in order."""
     _: KW_ONLY
     held: Sequence[str]
-    """Checkpoint names that this weight sync leaves out, because the engines have them."""
+    """Checkpoint names left out of this weight sync, because the engines hold them."""
     sums_bits: bool
-    """Whether the engines sum what arrives."""
+    """The engines checksum received tensors."""
     timeout_s: float
-    """Deadline of each bucket on its way, and of every call to the engines but that of all buckets."""
+    """Deadline of each bucket, and of every call to the engines except that of all buckets."""
     on_stuck: Callable[[EngineError], None] = lambda error: None
-    """Told, from another thread, that the transport holds the main thread for good."""
+    """Called from another thread if the transport blocks the main thread for good."""
     pause: Callable[[], None] | None = None
-    """Called before the first call to the engines, from another thread; those come as late as they can then, which
-    is when the first bucket is filled."""
+    """Called before the first call to the engines, from another thread. With it, that call comes as late as possible:
+    when the first bucket is filled."""
     timeouts: Timeouts = USUAL
 
     def __post_init__(self) -> None:
@@ -93,7 +91,7 @@ class Sender:
         self._lock = threading.Lock()
         self._num_sent, self._first_sent = 0, 0.0
         self.send_s = 0.0
-        """Seconds from the first bucket on its way until the self.engines have taken up all; after `finish`."""
+        """Seconds from the first bucket sent until the engines have loaded all; set by `finish`."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grpo-sync")
         try:
             self.transport.begin()
@@ -113,20 +111,20 @@ class Sender:
             self.pause()
         self.engines.start_weight_update()
         if self.buckets:
-            timeout_s = (3 + len(self.buckets)) * self.timeout_s  # each has its own deadline, see `_wait`
+            timeout_s = (3 + len(self.buckets)) * self.timeout_s  # each bucket has its own deadline, see `_wait`
             info = described([meta for bucket in self.buckets for meta in bucket.metas])
             info["sizes"] = [len(bucket.metas) for bucket in self.buckets]
             more = {"held": self._held, "sums_bits": self.sums_bits, "timeout_s": timeout_s}
             self.engines.update_weights(info | more, timeout_s)
 
     def places(self, bucket: Bucket) -> list[torch.Tensor] | None:
-        """Where the next bucket is to be put, once the engines are done with what stood there; None after an error."""
+        """Return the places for the next bucket, once the engines have taken the old content; None after an error."""
         if self._num_sent >= NUM_BUFFERS:
             self._wait_taken(self._num_sent - NUM_BUFFERS)
         return self.transport.places(self._num_sent, bucket) if self._error is None else None
 
     def send(self, bucket: Bucket) -> None:
-        """Send the bucket that stands in its `places`."""
+        """Send the bucket filled into its `places`."""
         self._start()
         if self._num_sent == 0:
             self._first_sent = time.perf_counter()
@@ -135,7 +133,7 @@ class Sender:
             return
         begun, limit_s = time.monotonic(), self._limit_s(self._num_sent - 1)
         try:
-            # A library may hold the main thread here, and nothing in Python can end that.
+            # A library may block the main thread here, and nothing in Python can end that.
             stuck_s = limit_s + self.timeouts.sync_stuck_s
             with on_expiry(limit_s, self.transport.abort), on_expiry(stuck_s, self._tell_stuck):
                 self.transport.start_sending(self._num_sent - 1, bucket)
@@ -145,15 +143,15 @@ class Sender:
             self._give_up(self._taken(self._num_sent - 1), limit_s)
 
     def finish(self, complete: Callable[[], None]) -> EngineError | None:
-        """Wait for all that was sent, then for `complete`, the last calls. Returns what went wrong."""
+        """Wait until all sent buckets are loaded, then run `complete`, the last calls. Returns the error, if any."""
         updated = self._start()
         for number in range(max(0, self._num_sent - NUM_BUFFERS), self._num_sent):
             self._wait_taken(number)
         self._wait(lambda wait_s: bool(wait([updated], wait_s).done), "loaded the last bucket", self.timeout_s)
-        if self._is_broken:  # the engines may wait for what never comes
+        if self._is_broken:  # the engines may wait for buckets that never come
             wait([updated], ANSWER_PATIENCE_S)
         else:
-            updated.result()  # raises what no engine has said
+            updated.result()  # raises errors that no engine has reported
             self._thread.submit(self._call, complete).result()  # each of its calls has its deadline
         self._thread.shutdown(wait=not self._is_broken, cancel_futures=True)
         if self._num_sent:
@@ -161,7 +159,7 @@ class Sender:
         return self._error
 
     def abandon(self, why: BaseException) -> None:
-        """Send nothing more and wait for nothing. The engines' update stays open: they are of no use any more."""
+        """Stop sending, without waiting. The engines' update stays open: they are useless from now on."""
         self._note(0, EngineError(f"the weight sync was given up: {type(why).__name__}: {why}"))
         self.transport.abort()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -173,12 +171,11 @@ class Sender:
         return f"taken bucket {number + 1} of {len(self.buckets)}"
 
     def _limit_s(self, number: int) -> float:
-        """Before the first bucket come the pause and the start of the update."""
+        """Deadline of a bucket; before the first one come the pause and the start of the update."""
         return self.timeout_s if number else 3 * self.timeout_s
 
     def _wait(self, is_over: Callable[[float], bool], what: str, limit_s: float) -> None:
-        """Until it is over, or the engines have answered with whatever; a deadline that passes breaks the weight
-        sync."""
+        """Wait until it is over, or the engines have answered anything; a missed deadline breaks the weight sync."""
         deadline = time.monotonic() + limit_s
         while not self._is_broken and not self._start().done() and not is_over(POLL_S):
             if time.monotonic() > deadline:
@@ -187,7 +184,7 @@ class Sender:
     def _give_up(self, what: str, limit_s: float) -> None:
         self._is_broken = True
         self.transport.abort()
-        wait([self._start()], ANSWER_PATIENCE_S)  # who answers to that was not the one
+        wait([self._start()], ANSWER_PATIENCE_S)  # an engine that answers now was not the late one
         self._note(0, self.engines.late(f"has not {what} within {limit_s:.0f} s"))
 
     def _call(self, call: Callable[[], None]) -> None:
@@ -199,14 +196,14 @@ class Sender:
             self._note(1, error)
 
     def _note(self, distance: int, error: EngineError) -> None:
-        """Keep the error nearest to the cause: what has ended the weight sync here, what an engine said, what broke
-        then."""
+        """Keep the error nearest to the cause: first a reason to stop here, then an engine's answer, then secondary
+        errors."""
         with self._lock:
             if distance < self._distance:
                 self._distance, self._error = distance, error
 
     def _break(self, distance: int, error: EngineError) -> None:
-        """The transport has failed: nothing can be sent any more."""
+        """Note that the transport has failed: nothing more can be sent."""
         self._note(distance, error)
         self._is_broken = True
         self.transport.abort()

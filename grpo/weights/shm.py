@@ -1,4 +1,4 @@
-"""The trainer's side of the shared-memory backend: packed buffers that the node's engines read."""
+"""The trainer's side of the shared-memory backend: packed buffers read by the node's engines."""
 
 import contextlib
 import mmap
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from grpo.weights.node_engines import NodeEngines
 
 FILLED, GIVEN_UP = b"\1", b"\0"
-"""What the trainer writes to a worker: of the next bucket, of the weight sync."""
+"""Bytes written to a worker: the next bucket is filled; the weight sync is given up."""
 
 
 class ShmTransport:
-    """Packed buffers in one unnamed memory file, and pipes that say when one is filled and when it was read.
+    """Packed buffers in one anonymous memory file, and pipes that announce filled and read buckets.
 
-    It needs no space in /dev/shm (64 MB in a plain container), no other user can open it, and it is gone with the last
-    process that maps it, however that one ends. Workers copy what they keep out of a buffer, which is free again when
-    all of them have written their number into the common pipe. The file stays between weight syncs, in host memory.
+    It needs no space in /dev/shm (64 MB in a plain container), no other user can open it, and it vanishes with the last
+    process that maps it. Workers copy their tensors out of a buffer, which is free again when all of them have written
+    their number into the common pipe. The file stays between weight syncs, in host memory.
 
     Args:
-        buffer_bytes: space for any bucket.
+        buffer_bytes: capacity for any bucket.
         num_workers: of all the node's engines, at most 256.
     """
 
@@ -52,7 +52,7 @@ class ShmTransport:
         """Let the workers map the file and open their ends of the pipes, through this process's /proc entry."""
         del on_refusal  # a refusal is raised at once
         folder = f"/proc/{os.getpid()}/fd"
-        # The fields of `worker.ShmInitInfo`, whose module would bring vLLM into this process: seconds.
+        # Fields of `worker.ShmInitInfo`; its module would import vLLM into this process, which takes seconds.
         info = {
             "path": f"{folder}/{self._descriptor}",
             "num_bytes": self._num_bytes,
@@ -70,7 +70,7 @@ class ShmTransport:
     def begin(self) -> None:
         if self._is_aborted:
             raise EngineError("the weight sync group was ended by an earlier failure: it takes no more weights")
-        while self._poll.poll(0):  # of the last weight sync, which need not have read all: its engines had answered
+        while self._poll.poll(0):  # left from the last weight sync: the engines' answers may come before all reads
             os.read(self._taken[1].fileno(), 4096)
         self._num_taken = [0] * len(self._num_taken)
 
@@ -78,7 +78,7 @@ class ShmTransport:
         return packed_places(self._buffers[number % NUM_BUFFERS], bucket.metas)
 
     def start_sending(self, number: int, bucket: Bucket) -> None:
-        """Tell the workers, which read the buffer themselves."""
+        """Announce the bucket to the workers, which read the buffer themselves."""
         self._tell(FILLED)
 
     def is_taken(self, number: int, wait_s: float) -> bool:
@@ -88,7 +88,7 @@ class ShmTransport:
         return min(self._num_taken) > number
 
     def end(self) -> None:
-        """Nothing to do: the engines have the file mapped."""
+        """Do nothing: the engines keep the file mapped."""
 
     def abort(self) -> None:
         self._is_aborted = True
@@ -96,7 +96,7 @@ class ShmTransport:
 
     def _tell(self, word: bytes) -> None:
         for _, end in self._filled:
-            with contextlib.suppress(OSError, ValueError):  # a worker is gone, or this is closed: others say so
+            with contextlib.suppress(OSError, ValueError):  # a worker is gone, or this is closed: reported elsewhere
                 end.write(word)
 
     def close(self) -> None:
@@ -106,6 +106,6 @@ class ShmTransport:
 
 
 def _pipe() -> tuple[FileIO, FileIO]:
-    """Its reader and its writer."""
+    """Return (reader, writer)."""
     reader, writer = os.pipe()
     return FileIO(reader, "r"), FileIO(writer, "w")

@@ -1,5 +1,4 @@
-"""The trainer's weights as they travel: which of them a weight sync takes, in which buckets, under the checkpoint's
-names."""
+"""Source of a weight sync: the tensors to send, their buckets, and their checkpoint names."""
 
 import contextlib
 from collections.abc import Collection, Sequence
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncPlan:
-    """What one weight sync takes."""
+    """Tensors of one weight sync."""
 
     buckets: tuple[Bucket, ...]
     held: tuple[str, ...]
-    """Checkpoint names that stay behind: frozen layers, which an earlier weight sync has brought."""
+    """Checkpoint names left out: frozen layers sent in an earlier weight sync."""
 
     @property
     def metas(self) -> list[ParamMeta]:
@@ -37,52 +36,52 @@ class WeightSyncPlan:
 
     @property
     def is_adapters(self) -> bool:
-        """Whether adapters alone travel, and no weight of the base."""
+        """True if only adapters are sent, and no weight of the base."""
         return all(meta.name.startswith(ADAPTER_PREFIX) for meta in self.metas)
 
     @property
     def num_bytes(self) -> int:
-        """What travels to each engine."""
+        """Bytes sent to each engine."""
         return packed_bytes(self.metas, alignment_bytes=1)
 
 
 @dataclass(eq=False)
 class GatheredSource:
-    """Every parameter and persistent buffer of `model` once, whole, in the dtype that the engine holds, a bucket at a
-    time: what `save_pretrained` writes.
+    """Gathers every parameter and persistent buffer of `model` once, unsharded, in the engine's dtype, one bucket at a
+    time: the tensors `save_pretrained` writes.
 
-    Under ZeRO-3 `meet` and `fill` are collective over the trainer's ranks, which go through the buckets of the same
-    plan in the same order. With ZeRO-2 or less, DDP or one process nothing is gathered; nor are buffers, which are
-    whole on every rank.
+    Under ZeRO-3 `meet` and `fill` are collective over the trainer's ranks, which process the buckets of the same plan
+    in the same order. With ZeRO-2 or less, DDP or one process nothing is gathered; nor are buffers, which every rank
+    has in full.
 
-    Weights of four bits travel as the matrices that their layers compute with, dequantised one at a time.
+    4-bit weights are sent dequantised, one at a time, as their layers use them.
 
-    Adapters travel beside the weights, B with its scale, under PEFT's names; or merged into the weights that they
+    Adapters are sent beside the weights, B multiplied by its scale, under PEFT's names; or merged into the weights they
     change.
 
-    A tied weight comes once, under its first name. Experts that transformers holds fused in memory come as they are
-    where the engine said so (`adopt`), or split, as `save_pretrained` writes them
+    A tied weight is sent once, under its first name. Experts fused in memory by transformers are sent fused if the
+    engine supports it (`adopt`), otherwise split as `save_pretrained` writes them
     (`transformers.core_model_loading.revert_weight_conversion`).
     """
 
     model: nn.Module
-    """The unwrapped transformers model."""
+    """Unwrapped transformers model."""
     _: KW_ONLY
     wire_dtype: torch.dtype
-    """Dtype in which floating-point tensors travel: the engine's, but for what `adopt` says."""
+    """Dtype of sent floating-point tensors: the engine's, with exceptions from `adopt`."""
     bucket_bytes: int
-    """Upper size of a bucket as it travels; a larger parameter is a bucket of its own."""
+    """Upper size of a bucket as sent; a larger parameter is a bucket of its own."""
     lora: "Lora | None" = None
-    """The adapters of a model that PEFT has wrapped, of which `model` is the base."""
+    """Adapters of a PEFT model; `model` is its base."""
     takes_images: bool = False
-    """Whether towers travel too; else the text part does alone."""
+    """True: towers are sent too. False: the text part alone."""
 
     def __post_init__(self) -> None:
         with self._plain_model():  # transformers walks over all modules for each name: twice as many with PEFT's
             towers = tower_tensors(self.model)
             self._left_out = frozenset() if self.takes_images else towers
-            # Towers often have layers behind those whose features the model takes. Nothing depends on them, as
-            # verifications show, which have a picture.
+            # Towers often have layers after those whose features the model uses. Nothing depends on them, as
+            # verifications with an image show.
             self._may_lack = towers - self._left_out
             self._tensors = _travelling(self.model, self._left_out)
             placeholders = {
@@ -90,9 +89,9 @@ class GatheredSource:
                 for name, tensor in self._tensors.items()
             }
             self._described = described_units(self._to_checkpoint, placeholders)
-        self._scales: dict[str, float] = {}  # by the name under which an adapter's B travels
-        self._adapter_of: dict[str, LayerAdapter] = {}  # by the weight into which it is merged
-        self._adapters: list[Unit] = []  # what of adapters travels by itself
+        self._scales: dict[str, float] = {}  # by an adapter's name of B in the weight sync
+        self._adapter_of: dict[str, LayerAdapter] = {}  # by the weight it is merged into
+        self._adapters: list[Unit] = []  # adapter parts sent alone
         if self.lora is not None and self.lora.merges:
             self._merge(self.lora.layers())
         elif self.lora is not None:
@@ -104,7 +103,7 @@ class GatheredSource:
         self.adopt(WireFormat())
 
     def adopt(self, wire_format: WireFormat) -> None:
-        """Take what the engines answered; on every rank, before the weight sync group is opened."""
+        """Apply the engines' answer; on every rank, before the weight sync group is opened."""
         computed = {*wire_format.computed}
         self._units = [
             in_format(unit, wire_format)
@@ -117,11 +116,11 @@ class GatheredSource:
         self._travel_dtypes = {name: common_dtype(unit) for unit in self._units for name in unit.names}
         self._unplaced = {*wire_format.unplaced}
         self._held.forget()
-        self._plans: dict[frozenset[str], WeightSyncPlan] = {}  # by the parameters that stay behind
+        self._plans: dict[frozenset[str], WeightSyncPlan] = {}  # by the parameters left out
 
     @property
     def checkpoint_metas(self) -> list[ParamMeta]:
-        """All weights that there are, under the checkpoint's names, experts one by one, in the wire dtype."""
+        """Metas of all weights, by checkpoint names, experts one by one, in the wire dtype."""
         return [meta for unit in self._described for meta in unit.metas]
 
     @property
@@ -130,7 +129,7 @@ class GatheredSource:
 
     @property
     def buffers(self) -> list[str]:
-        """Names in the checkpoint of what are buffers here."""
+        """Checkpoint names of buffers."""
         return [
             meta.name
             for unit in self._described
@@ -140,7 +139,7 @@ class GatheredSource:
 
     @property
     def question(self) -> dict[str, Any]:
-        """What the engines are asked before the first weight sync; see `ask_engines`."""
+        """Question to the engines before the first weight sync; see `ask_engines`."""
         return {
             "metas": described(self.checkpoint_metas),
             "buffers": self.buffers,
@@ -149,18 +148,17 @@ class GatheredSource:
 
     @property
     def buffer_bytes(self) -> int:
-        """Space for any bucket of any plan."""
+        """Capacity for any bucket of any plan."""
         return max(self._bucket_bytes, *(packed_bytes(unit.metas) for unit in self._units))
 
-    # -- what travels ---------------------------------------------------------------------------------------------
+    # -- selecting ----------------------------------------------------------------------------------------------
 
     def plan(self) -> WeightSyncPlan:
-        """The next weight sync: everything, but for layers of which nothing is trained and which the engines have
-        already.
+        """Plan the next weight sync: all tensors, except frozen layers held by the engines.
 
         Raises:
-            ValueError: on every rank alike; something that is trained has no place in the engines, or what stands under
-                a name now is not what they were asked about.
+            ValueError: on every rank alike; a trained tensor has no place in the engines, or a tensor has changed since
+                the engines were asked about it.
         """
         self._look_up()
         self._refuse_unplaced()
@@ -175,25 +173,25 @@ class GatheredSource:
         return self._plans[left]
 
     def elements_converted(self, bucket: Bucket) -> int:
-        """Of the tensors in a bucket that do not travel as they are: taken apart, or merged with adapters."""
+        """Number of elements in a bucket converted before sending: split, or merged with adapters."""
         return sum(whole_shape(t).numel() for name, t in bucket.parameters if name not in self._as_they_are)
 
     def mark_sent(self) -> None:
-        """Say that a weight sync of the last plan has reached the engines.
+        """Record that a weight sync by the last plan has reached the engines.
 
-        What is trained now may change before it is frozen, and travels once more then.
+        Tensors trained now may change before they are frozen, and will be sent again then.
         """
         self._held.hold({name: self._tensors[name] for name in sorted(self._frozen())})
 
     def forget_sent(self) -> None:
-        """Say that the engines may have nothing of this; on every rank."""
+        """Record that the engines may hold none of these; on every rank."""
         self._held.forget()
         self.times_forgotten += 1
 
     def written(self, *, by_sums: bool) -> list[str]:
-        """Frozen parameters that the engines hold, and that were written to on this rank since they were sent.
+        """Frozen parameters held by the engines and modified on this rank since they were sent.
 
-        Ranks may differ in what they see, and not in what they plan: whatever one has seen, all `send_again`.
+        Ranks may see different ones, but must plan alike: `send_again` gets the union on every rank.
 
         Args:
             by_sums: see `HeldParameters.written`.
@@ -201,7 +199,7 @@ class GatheredSource:
         return self._held.written(by_sums=by_sums)
 
     def send_again(self, names: Collection[str]) -> None:
-        """Let held parameters travel once more, and with each the layer that it is a part of; on every rank."""
+        """Send held parameters again, each with its whole layer; on every rank."""
         if names:
             with self._plain_model():
                 groups = layer_groups(self.model)
@@ -209,7 +207,7 @@ class GatheredSource:
             self._held.forget([name for name, group in groups.items() if group in written])
 
     def _look_up(self) -> None:
-        """Take what stands under the names now: code may have put another tensor there since the last weight sync."""
+        """Look up the present tensor of each name: code may have replaced it since the last weight sync."""
         with self._plain_model():
             present = _travelling(self.model, self._left_out)
         layers = [] if self.lora is None else self.lora.layers()
@@ -218,7 +216,7 @@ class GatheredSource:
         odd = [f"{name} is gone" for name in self._forms if name not in present]
         for name, tensor in present.items():
             if name not in self._forms:
-                # The engines were asked about all buffers that there were; a later one is of no use to them.
+                # The engines know only the buffers of the first question; later ones are useless to them.
                 odd += [f"{name} has come"] if isinstance(tensor, nn.Parameter) else []
             elif (form := self._form(tensor)) != self._forms[name]:
                 before = self._forms[name]
@@ -233,7 +231,7 @@ class GatheredSource:
             self._plans.clear()
             self.send_again(self._held.names.intersection(moved))
         self._adapter_of = {layer.weight: layer for layer in layers if layer.weight in self._adapter_of}
-        for layer in layers:  # whose scales may be others
+        for layer in layers:  # their scales may have changed
             self._scales |= {name: layer.scale for name in map(layer.name_of, layer.parts) if name in self._scales}
 
     def _form(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
@@ -262,11 +260,11 @@ class GatheredSource:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters travel by themselves."""
+        """True if adapters are sent alone."""
         return bool(self._adapters)
 
     def _units_of(self, layer: "LayerAdapter") -> list[Unit]:
-        """An adapter's matrices as they travel by themselves."""
+        """Units of an adapter's matrices when sent alone."""
         units = []
         for part, tensor in layer.parts.items():
             name = layer.name_of(part)
@@ -278,7 +276,7 @@ class GatheredSource:
         return units
 
     def _merge(self, layers: Sequence["LayerAdapter"]) -> None:
-        """Let each adapter come with the weight that it changes."""
+        """Send each adapter with the weight it changes."""
         self._adapter_of = {layer.weight: layer for layer in layers}
         lonely = {*self._adapter_of}
         for index, unit in enumerate(self._described):
@@ -302,30 +300,30 @@ class GatheredSource:
 
         return revert_weight_conversion(self.model, tensors)
 
-    # -- bringing it together -------------------------------------------------------------------------------------
+    # -- gathering -----------------------------------------------------------------------------------------------
 
     def meet(self, *, receives: bool) -> None:
-        """Once, before the first `fill`; collective under ZeRO-3.
+        """Set up the gather, once, before the first `fill`; collective under ZeRO-3.
 
         Args:
-            receives: whether this rank will ask for what it gathers, ever.
+            receives: this rank will need gathered tensors at some time.
         """
         sharded = [tensor for tensor in self._tensors.values() if is_zero3(tensor)]
         if sharded and self._gather is None:
             self._gather = ShardGather(sharded[0].ds_process_group, dtype=self.wire_dtype, receives=receives)
 
     def end_sync(self) -> None:
-        """After the last `fill` of a weight sync, or the one that broke it: hold none of its memory; on every rank."""
+        """Release the memory of a weight sync, after its last `fill` or the failed one; on every rank."""
         if self._gather is not None:
             self._gather.release()
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, places: Sequence[torch.Tensor] | None) -> None:
-        """Gather a bucket, and write it where it is wanted. Collective under ZeRO-3.
+        """Gather a bucket, and write it to `places`. Collective under ZeRO-3.
 
         Args:
-            places: for each of `bucket.metas` a contiguous tensor of that dtype and shape, on any device; None to take
-                part and keep nothing. On CUDA the copies are queued on the current stream.
+            places: a contiguous tensor of the same dtype and shape for each of `bucket.metas`, on any device; None to
+                take part without output. On CUDA the copies are queued on the current stream.
         """
         wholes = None if places is None else self._wholes(bucket, places)
         plain: list[str] = []
@@ -347,7 +345,7 @@ class GatheredSource:
             self._convert(bucket, wholes, places)
 
     def _wholes(self, bucket: Bucket, places: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Where each tensor is put together: its place, or memory for the time being if it travels as others."""
+        """Output tensor of each gather: its place, or temporary memory if it is converted afterwards."""
         by_name = {meta.name: place for meta, place in zip(bucket.metas, places, strict=True)}
         return {
             name: by_name[name]

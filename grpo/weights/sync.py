@@ -1,4 +1,4 @@
-"""One weight sync: every rank goes through the buckets, each local main sends them to its node's engines meanwhile."""
+"""One weight sync: every rank gathers the buckets, each local main sends them to its node's engines meanwhile."""
 
 import contextlib
 import importlib
@@ -38,17 +38,17 @@ _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 def load_transport(backend: str) -> None:
-    """Import what this backend takes of vLLM, seconds that cost nothing while the engines start.
+    """Import vLLM's parts for this backend: takes seconds, hidden by the start of the engines.
 
-    This process trains: it keeps its kernels, as the ranks that import no vLLM do. vLLM's platform turns cuDNN's
-    attention off for all of its process, and has inductor compile in one thread (0.31).
+    This process trains, and must keep its kernels like ranks that do not import vLLM: vLLM's platform disables cuDNN's
+    attention for its whole process, and makes inductor compile in one thread (0.31).
     """
     if backend != "nccl":
         return
     has_cudnn, threads = torch.backends.cuda.cudnn_sdp_enabled(), os.environ.get(_COMPILE_THREADS)
     try:
         importlib.import_module("vllm.distributed.weight_transfer.nccl_common")
-        _ = importlib.import_module("vllm.platforms").current_platform  # which is looked for when it is asked for
+        _ = importlib.import_module("vllm.platforms").current_platform  # resolved on access
     finally:
         torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
         if threads is None:
@@ -59,40 +59,38 @@ def load_transport(backend: str) -> None:
 
 @dataclass(eq=False)
 class WeightSyncer:
-    """Syncs the trainer's weights to this node's engines.
+    """Sends the trainer's weights to this node's engines.
 
     Collective: every rank of the job makes one, connects it and calls `sync`, in the same order.
 
     Memory beside the model during a weight sync, for any model: on a local main `NUM_BUFFERS` packed buckets and one
-    that is being put together, or two if it holds experts that an engine takes one by one; on the other ranks a shard
-    of a bucket, and over NCCL a bucket. A bucket is as large as the largest parameter, where that is larger than the
-    limit.
+    being gathered, or two if it has experts that an engine loads one by one; on the other ranks a shard of a bucket,
+    and over NCCL a bucket. A bucket is at least as large as the largest parameter.
     """
 
     source: "GatheredSource"
     clients: Sequence[EngineLike]
-    """The node's engines on its local main, the present ones at any time; none on every other rank."""
+    """Current engines of the node on its local main; empty on every other rank."""
     _: KW_ONLY
     backend: str
     tensor_parallel_size: int
     timeout_s: float
     """Deadline of one call to an engine."""
     tell: Callable[[EngineError], None] = lambda error: None
-    """Told at once, from any thread, of a failure that this rank may not get to raise, because a library holds its
-    main thread: an engine's refusal to open the weight sync group, or its death there (NCCL comes back from a group
-    that does not open when it likes, so that no new engine is waited for), a broadcast that does not begin."""
+    """Called from any thread when the main thread may be stuck in NCCL init, which has no timeout: an engine refused or
+    died while the weight sync group was opening, or a broadcast did not start."""
     timeline: Recorder = field(default_factory=Recorder)
-    """Where both halves of a weight sync are recorded."""
+    """Timeline for both halves of a weight sync."""
     in_flight: bool = False
-    """Whether completions are under way during a weight sync. The engines are paused for it and go on with the KV that
-    they have; their prefix caches stay, so that every prompt needs a salt that changes with the weights."""
+    """Weight syncs run during generation. The engines are paused for them and continue with their KV; prefix caches
+    stay, so every prompt needs a salt that changes with the weights."""
     on_paused: Callable[[int, list[dict[int, int]]], None] = lambda version, of_engines: None
-    """Called before each weight sync in flight with its version and what `NodeEngines.pause` answers; from another
-    thread, while the engines are paused."""
+    """Called before each weight sync during generation, from another thread while the engines are paused, with its
+    version and the result of `NodeEngines.pause`."""
     adapters_in_use: Callable[[], Collection[int]] = lambda: ()
-    """Numbers of the adapters of which completions are sampled, or wait for that, on the local main; from another
-    thread. Where adapters travel by themselves and completions are under way, each ends with the adapter with which
-    it began: the engines are not paused for a weight sync of adapters alone, and keep those in use."""
+    """Returns the numbers of adapters in use by completions, waiting ones included, on the local main; called from
+    another thread. If adapters are sent alone during generation, each completion keeps the adapter it began with: the
+    engines are not paused for a weight sync of adapters only, and keep those in use."""
     timeouts: Timeouts = USUAL
 
     def __post_init__(self) -> None:
@@ -101,13 +99,13 @@ class WeightSyncer:
         self._paused_s: float | None = None
         self._num_adapters = 0
         self._sent_adapters = SentAdapters()
-        self._must_send_older = False  # an engine may have come back since adapters were sent
-        self._transport: Transport | None = None  # on other ranks, before `connect` and after `close`
+        self._must_send_older = False  # an engine may have been restarted since adapters were sent
+        self._transport: Transport | None = None  # None on other ranks, before `connect` and after `close`
 
     def connect(self) -> None:
-        """Open the weight sync group of this node, which may take minutes over NCCL; not collective over ranks.
+        """Open this node's weight sync group, which may take minutes over NCCL; not collective over ranks.
 
-        Again when an engine of the node was replaced: then with a new group for all. No step of an engine may run
+        Called again after an engine of the node was replaced, with a new group for all. No engine may run a step
         meanwhile, see `at_rest`.
 
         Raises:
@@ -126,12 +124,12 @@ class WeightSyncer:
 
     @property
     def keeps_adapters(self) -> bool:
-        """Whether the engines hold an adapter for each weight sync of which completions are under way."""
+        """True if the engines hold an adapter for each weight sync with unfinished completions."""
         return self.in_flight and self.source.has_adapters
 
     @property
     def adapter_number(self) -> int | None:
-        """Of the newest adapter in this node's engines, on its local main; None where they hold one at most."""
+        """Number of the newest adapter in this node's engines, on its local main; None if they hold one at most."""
         return self._num_adapters if self.keeps_adapters and self._num_adapters else None
 
     def _node_engines(self) -> NodeEngines:
@@ -139,13 +137,13 @@ class WeightSyncer:
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Around other calls than a weight sync to this node's engines: synced to in flight, they are paused meanwhile.
+        """Pause this node's engines in a `with` block, if they may be generating; for calls other than a weight sync.
 
-        What opens a weight sync group, or asks a worker where weights go, holds the workers of an engine and takes its
-        layers apart. After an error they stay paused, as after `sync`.
+        Opening a weight sync group, or asking a worker for destinations, blocks the workers of an engine and rebuilds
+        its layers. After an error they stay paused, as after `sync`.
 
         Raises:
-            EngineError: an engine did not pause, or did not go on.
+            EngineError: an engine did not pause, or did not resume.
         """
         engines = self._node_engines() if self.in_flight and self.clients else None
         if engines is not None:
@@ -155,29 +153,29 @@ class WeightSyncer:
             engines.resume()
 
     def abort(self) -> None:
-        """End the weight sync group, from any thread, whatever is under way; the next `connect` opens another one."""
+        """Abort the weight sync group, from any thread and at any time; the next `connect` opens another one."""
         if (transport := self._transport) is not None:
             transport.abort()
 
     @property
     def packs_on_gpu(self) -> bool:
-        """Whether buckets are packed on a GPU, where their sums cost next to nothing; on the local main."""
+        """True if buckets are packed on a GPU, where checksums are almost free; on the local main."""
         return self._transport is not None and self._transport.device == "cuda"
 
     def sync(self, version: int, *, checks_bits: bool = False) -> tuple[WeightSyncReport, EngineError | None]:
-        """Bring the engines to the current weights. Collective over the trainer's world group under ZeRO-3.
+        """Send the current weights to the engines. Collective over the trainer's world group under ZeRO-3.
 
-        When an engine of this node or the way to it fails, the buckets are gathered to the end all the same, so that no
-        other rank hangs in a gather, and the error is handed back for the caller to share. The node's engines are of no
-        use after an error: they hold parts of two policies, and those that were paused stay so. The caller ends them.
+        If an engine of this node or the connection to it fails, the gathers still run to the end, so that no other rank
+        hangs, and the error is returned for the caller to share. After an error the node's engines are useless: they
+        hold parts of two policies, and paused ones stay paused. The caller ends them.
 
         Args:
             version: the optimizer step of the weights; the engines' policy version afterwards.
-            checks_bits: whether sums of the bits that were sent and that arrived are compared.
+            checks_bits: compare checksums of sent and received bits.
         """
         begun = time.monotonic()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # whatever stream wrote the weights last
+            torch.cuda.synchronize()  # whichever stream wrote the weights last
         self.source.meet(receives=bool(self.clients))
         plan = self.source.plan()
         _log.debug("weight syncs policy version %d: %d bytes", version, plan.num_bytes)
@@ -195,7 +193,7 @@ class WeightSyncer:
                 gather_s += time.perf_counter() - gather_begun
                 if sender is not None and places is not None:
                     sender.send(bucket)
-                    # While it is on its way; nothing fills its places before the next `places`.
+                    # During the sending; nothing fills its places before the next `places`.
                     if self.keeps_adapters:
                         self._sent_adapters.note(bucket, places)
                     if checks_bits:
@@ -245,7 +243,7 @@ class WeightSyncer:
     def _pause(self, version: int) -> None:
         self._paused_at = time.monotonic()
         of_engines = self._engines.pause()
-        if not self.keeps_adapters:  # else what is under way goes on with the weights that it has
+        if not self.keeps_adapters:  # else unfinished completions keep their weights
             self.on_paused(version, of_engines)
 
     def _finish(self, version: int, sent: dict[str, int]) -> None:
@@ -253,7 +251,7 @@ class WeightSyncer:
             self._engines.end_weight_update(str(version))
         else:
             self._engines.finish_weight_update(str(version))
-        if sent:  # only now all layers are loaded
+        if sent:  # all layers are loaded only now
             self._engines.check_bits(sent)
         if self.source.has_adapters:
             self._num_adapters += 1
@@ -266,15 +264,16 @@ class WeightSyncer:
         if self.in_flight:
             return
         for client in self.clients:
-            # What `kv_offloading_size` has moved to host memory goes only if the connector is named too (vLLM 0.31).
+            # KV that `kv_offloading_size` has moved to host memory is dropped only if the connector is named too (vLLM
+            # 0.31).
             if not client.call("reset_prefix_cache", self.timeout_s, reset_connector=True):
                 raise client.error("did not drop its prefix cache after a weight sync: requests are still running")
-            if self.source.takes_images:  # what towers made of pictures is kept under the pictures' names
+            if self.source.takes_images:  # image features are cached under the images' hashes
                 client.call("reset_encoder_cache", self.timeout_s)
 
     def _send_older(self, newest_version: int) -> EngineError | None:
-        """Bring engines that have come back the older adapters: completions of engines that died are sampled again with
-        theirs. Those that hold them already leave them as they are. Not collective; returns what went wrong."""
+        """Send older adapters to restarted engines, so that completions of dead engines are sampled again with theirs.
+        Engines that hold them already ignore them. Not collective; returns the error, if any."""
         if not self._must_send_older or self._transport is None:
             return None
         for number, adapter in self._sent_adapters.older().items():

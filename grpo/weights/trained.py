@@ -1,4 +1,4 @@
-"""What the engines are kept equal to, and what keeps them so: what a weight sync takes of it, and who proves it."""
+"""The trained model that engines are kept equal to, and factories for its weight source and verification."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -21,35 +21,35 @@ from grpo.weights.verifier import Verifier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """The trainer's model, as the engines' side of the trainer sees it."""
+    """The trainer's model, as seen by the engines' side of the trainer."""
 
     model: nn.Module
-    """The unwrapped transformers model; the base of one that PEFT has wrapped."""
+    """Unwrapped transformers model; the base of a PEFT model."""
     engine_model: EngineModel
-    """How the engines see it."""
+    """Description for the engines."""
     end_tokens: tuple[int, ...]
-    """That end a completion, as the trainer counts ends. The first stands for one where no engine took the prompt."""
+    """End tokens of a completion in the trainer's view. The first stands for one in rows refused by all engines."""
     special_ids: tuple[int, ...] = ()
-    """Tokens that the random half of a verification's probe leaves out, beside those that stand for images."""
+    """Tokens excluded from the random half of the probe, in addition to image placeholders."""
     text: tuple[int, ...] = ()
     """Token ids of ordinary text, the same on every rank."""
     reference: nn.Module | None = None
-    """The unwrapped reference model, where TRL has one beside it."""
+    """Unwrapped reference model, if TRL has a separate one."""
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    """Makes the context in which the trainer runs its forwards."""
+    """Makes the context for the trainer's forwards."""
     lora: Lora | None = None
-    """Its adapters."""
+    """Adapters of the model."""
     pictures: PictureProbe | None = None
-    """Where prompts come with images: a prompt with one, the same on every rank."""
+    """Probe with images, if prompts have some; the same on every rank."""
 
     @property
     def vocab_size(self) -> int:
         embedding = self.model.get_input_embeddings()
-        return getattr(embedding, "base_layer", embedding).num_embeddings  # under PEFT's layer, where it has one
+        return getattr(embedding, "base_layer", embedding).num_embeddings  # below PEFT's layer, if there is one
 
     @property
     def sampled_ends(self) -> tuple[int, ...]:
-        """Those that the model can sample: vLLM refuses a request with others (0.31)."""
+        """End tokens that the model can sample: vLLM refuses a request with others (0.31)."""
         return tuple(token for token in self.end_tokens if 0 <= token < self.vocab_size)
 
     def source(self, args: GRPOConfig) -> GatheredSource:
@@ -71,11 +71,11 @@ class TrainedModel:
         on_gpus: bool,
         largest: Callable[[float], float],
     ) -> Verifier:
-        """Verifies weight syncs to `clients`.
+        """Make the verifier of weight syncs to `clients`.
 
         Args:
-            num_shards: that an engine cuts its vocabulary into.
-            largest: as `Verifier` takes it.
+            num_shards: vocabulary shards of an engine.
+            largest: as in `Verifier`.
         """
         return Verifier(
             model=self.model,
@@ -101,11 +101,11 @@ class TrainedModel:
 
     @property
     def adapters_travel(self) -> bool:
-        """By themselves, and not inside of the weights that they change."""
+        """True if adapters are sent alone, not merged into weights."""
         return self.lora is not None and not self.lora.merges
 
     def trial(self, verifier: Verifier, smallest: Callable[[float], float]) -> AdapterTrial | None:
-        """Where adapters travel by themselves; see `AdapterTrial`."""
+        """Make the trial of adapters, if they are sent alone; see `AdapterTrial`."""
         if self.lora is None or self.lora.merges:
             return None
         return AdapterTrial(self.lora, verifier, smallest)

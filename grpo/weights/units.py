@@ -1,4 +1,4 @@
-"""Which tensors of the trainer's model become which of a checkpoint, and which travel as they are."""
+"""Conversion units: the model's tensors that become checkpoint tensors together, and those sent unchanged."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -12,22 +12,22 @@ from grpo.weights.wire_format import StackedExperts, WireFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Tensors of the model that become a checkpoint's tensors together; one, for most."""
+    """Tensors of the model that become checkpoint tensors together; usually one."""
 
     names: tuple[str, ...]
     metas: tuple[ParamMeta, ...]
     as_it_is: bool
-    """One tensor under its own name."""
+    """One tensor under its own name, unchanged."""
     experts: StackedExperts | None = None
-    """What it is, if it is all experts of one projection."""
+    """Description, if it is all experts of one projection."""
 
 
 def described_units(convert: Conversion, placeholders: Tensors) -> list[Unit]:
-    """The smallest sets of tensors that become checkpoint tensors together.
+    """Find the smallest sets of tensors that become checkpoint tensors together.
 
     Args:
-        convert: what `save_pretrained` does.
-        placeholders: all tensors of the model, on the meta device, in the dtype in which they travel.
+        convert: conversion of `save_pretrained`.
+        placeholders: all tensors of the model, on the meta device, in the dtype they are sent in.
     """
     units = []
     for names in conversion_units(convert, placeholders):
@@ -45,9 +45,9 @@ def described_units(convert: Conversion, placeholders: Tensors) -> list[Unit]:
 
 
 def _stacked(convert: Conversion, name: str, placeholder: torch.Tensor, num_outputs: int) -> StackedExperts | None:
-    """Whether `num_outputs` tensors of the checkpoint are equal parts of each expert's rows, as they stand.
+    """Return the stack if `num_outputs` checkpoint tensors are equal parts of each expert's rows, unchanged; else None.
 
-    Derived from what the conversion makes of a small tensor with a different number in every place.
+    Tested by converting a small tensor with a different number in every place.
     """
     if placeholder.dim() != 3 or num_outputs < 2 or num_outputs % len(placeholder):
         return None
@@ -82,5 +82,5 @@ def in_format(unit: Unit, wire_format: WireFormat) -> Unit:
 
 
 def common_dtype(unit: Unit) -> torch.dtype:
-    """In which the tensors of a unit are put together before they are converted."""
+    """Dtype in which the tensors of a unit are collected before conversion."""
     return functools.reduce(torch.promote_types, (meta.dtype for meta in unit.metas))

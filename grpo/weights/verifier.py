@@ -1,4 +1,4 @@
-"""The verification of a weight sync: engine and trainer score the same tokens."""
+"""Verification of a weight sync: engine and trainer score the same tokens."""
 
 import contextlib
 import logging
@@ -36,58 +36,58 @@ class Verifier:
 
     model: nn.Module
     clients: Sequence[EngineLike]
-    """The node's engines on its local main; none on every other rank."""
+    """Engines of the node on its local main; empty on every other rank."""
     probe: list[list[int]]
-    """See `probe_prompts`; the same on every rank."""
+    """Token ids from `probe_prompts`; the same on every rank."""
     dtype: torch.dtype
-    """Of the engines."""
+    """Dtype of the engines."""
     asked_limit: float | None
-    """The user's `vllm_max_logprob_gap`."""
+    """`vllm_max_logprob_gap`, set by the user."""
     autocast: Callable[[], contextlib.AbstractContextManager]
-    """Makes the context in which the trainer runs its forwards."""
+    """Makes the context for the trainer's forwards."""
     cast_lm_head_to_fp32: bool
     timeout_s: float
-    """Of an engine's answer."""
+    """Deadline of an engine's answer."""
     largest: Callable[[float], float]
-    """Of a number of each rank, that of all; collective."""
+    """Maximum of a number over all ranks; collective."""
     on_gpus: bool = False
     has_routers: bool = False
-    """Whether tokens of the model go to experts."""
+    """The model routes tokens to experts."""
     reference: nn.Module | None = None
-    """Another model that TRL scores with, unwrapped."""
+    """Another model TRL scores with, unwrapped."""
     pictures: PictureProbe | None = None
-    """Scored too, where prompts have images: what towers make of them is verified so."""
+    """Probe with images, if prompts have some: verifies the towers."""
     first_gap: LogprobGap | None = None
-    """Of the first weight sync, which is always verified; the worst engine's of the job."""
+    """Gap of the first weight sync, which is always verified; of the job's worst engine."""
     _knows_padding: bool = field(default=False, init=False)
 
     @property
     def hard_limit(self) -> float:
-        """Of the gap in any verification: the user's, or what rounding explains for any model."""
+        """Limit in any verification: the user's, or the gap explained by rounding in any model."""
         return rounding_limit(self.dtype, on_gpus=self.on_gpus) if self.asked_limit is None else self.asked_limit
 
     @property
     def tight_limit(self) -> float | None:
-        """Of the gap in verifications behind the first one; None before that."""
+        """Limit in verifications after the first one; None before that."""
         return None if self.first_gap is None else tight_limit(self.hard_limit, self.first_gap)
 
     @property
     def limit(self) -> float:
-        """Of the gap in the next verification."""
+        """Limit in the next verification."""
         return self.hard_limit if self.tight_limit is None else self.tight_limit
 
     def verify(self, sync_number: int, *, engines_work: bool) -> tuple[LogprobGap, EngineLike] | None:
-        """Score the probe on both sides; the first time, whether the trainer's scores depend on padding.
+        """Score the probe on both sides; the first time, also check that padding does not change the trainer's scores.
 
         Args:
-            engines_work: whether this node's engines have taken the weight sync; if not, they are not asked.
+            engines_work: this node's engines have received the weights; otherwise they are not called.
 
         Returns:
-            The worst gap of this node's engines, and that engine; None where none was asked.
+            The worst gap of this node's engines, and that engine; None if no engine was called.
 
         Raises:
             EngineError: an engine did not answer.
-            FloatingPointError: on every rank; there is nothing that an engine could be held to.
+            FloatingPointError: on every rank; the trainer's own log-probabilities are not finite.
             ValueError: on every rank; see `make_padding_harmless`.
         """
         expected = self.trainer_logprobs()
@@ -114,7 +114,7 @@ class Verifier:
         return max(found, key=lambda each: each[0].judged)
 
     def judge(self, gap: LogprobGap, *, limit: float | None = None, was_sent_again: bool) -> GapVerdict:
-        """See the function.
+        """Decide by a gap; see the function `judge`.
 
         Args:
             limit: instead of the verifier's own; beyond it the gap is refused.
@@ -124,7 +124,7 @@ class Verifier:
         return judge(gap.judged, hard=self.hard_limit, tight=self.tight_limit, was_sent_again=was_sent_again)
 
     def statement(self, verdict: GapVerdict, gap: LogprobGap, sync_number: int, *, limit: float | None = None) -> str:
-        """What there is to say of an engine; its name goes before it."""
+        """Statement about an engine, to follow its name."""
         of = f"the limit is {self.limit if limit is None else limit:.3g} for {self.dtype}"
         if limit is None and self.first_gap is not None:
             of += f" after a first gap of {self.first_gap.judged:.3g}, and from {self.hard_limit:.3g} on the job ends"
@@ -133,11 +133,11 @@ class Verifier:
         return f"{what}: log-probabilities of {tokens} differ by {gap}, {of}; vllm_max_logprob_gap sets another"
 
     def trainer_logprobs(self, num_pads: int = 0) -> np.ndarray:
-        """Of the probe, as it is trained now; see the function. Collective under ZeRO-3."""
+        """Trainer's log-probabilities of the probe; see the function. Collective under ZeRO-3."""
         return self._scored({"input_ids": torch.tensor(self.probe)}, num_pads)
 
     def _picture_logprobs(self, num_pads: int = 0) -> np.ndarray:
-        """[pictures, tokens] float32, of the tokens behind each picture. Collective under ZeRO-3."""
+        """Log-probabilities of the tokens after each image, [pictures, tokens] float32. Collective under ZeRO-3."""
         if self.pictures is None:
             return np.empty((0, 0), np.float32)
         return self._scored(self.pictures.inputs, num_pads)[:, -self.pictures.num_scored :]
@@ -163,7 +163,7 @@ class Verifier:
         return replace(gap_between(behind, expected, has_routers=self.has_routers), behind_image=True)
 
     def _warn_of_blind_pictures(self, found: np.ndarray, limit: float) -> None:
-        """Where two pictures are as one, no gap shows whether the engine's towers hold the trainer's weights."""
+        """Warn if two images give the same scores: then no gap shows errors in the weights of the engine's towers."""
         if len(found) and (apart := float(np.abs(found[0] - found[1]).max())) <= limit:
             _log.warning(
                 "WARNING: two different pictures change the log-probabilities of a verification by %.2g nats, no more "
@@ -180,7 +180,7 @@ class Verifier:
         return self.largest(mine)
 
     def _own_dtype(self) -> torch.dtype:
-        """In which the trainer's forwards compute."""
+        """Compute dtype of the trainer's forwards."""
         parameter = next(self.model.parameters())
         with self.autocast():
             is_cast = torch.is_autocast_enabled(parameter.device.type)
@@ -188,5 +188,5 @@ class Verifier:
 
 
 def is_due(sync_number: int) -> bool:
-    """Whether the `sync_number`-th weight sync, counted from 1, is verified: the first ten, then every tenth."""
+    """True if weight sync number `sync_number`, counted from 1, is verified: the first ten, then every tenth."""
     return sync_number <= 10 or sync_number % 10 == 0

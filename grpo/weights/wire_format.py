@@ -1,5 +1,4 @@
-"""In which form the trainer's tensors travel: what the engines are asked once, before the first weight sync, and
-answer.
+"""Wire format of a weight sync: a question to the engines, once before the first sync, and their answer.
 
 Imports neither vLLM nor DeepSpeed.
 """
@@ -19,35 +18,39 @@ class StackedExperts:
     """One projection of all experts of a layer, as transformers holds it: [experts, rows, columns]."""
 
     name: str
-    """In the trainer's model, under which it travels if the engine takes it whole."""
+    """Name in the trainer's model; also in the weight sync, if the engine loads it stacked."""
     shape: tuple[int, ...]
     parts: tuple[tuple[str, ...], ...]
-    """The checkpoint's names: of each equal part of the rows (gate and up), expert by expert."""
+    """Checkpoint names: for each equal part of the rows (gate and up), expert by expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFormat(Wire):
-    """The engines' answer."""
+    """Answer of the engines.
+
+    Example:
+        WireFormat(dtypes={"model.layers.0.mlp.gate.e_score_correction_bias": "float32"})
+    """
 
     dtypes: dict[str, str] = field(default_factory=dict)
-    """By the checkpoint's name: what the engine holds in another dtype than its own, a router's bias in float32."""
+    """Dtype by checkpoint name, for tensors in another dtype than the engine's, such as a router's bias in float32."""
     whole_experts: tuple[str, ...] = ()
-    """Names of the `StackedExperts` that the engine loads in one call for each part; others travel one by one."""
+    """Names of the `StackedExperts` the engine loads in one call per part; others are sent one by one."""
     computed: tuple[str, ...] = ()
-    """Buffers that the engine takes from no checkpoint, since it computes them itself: they stay at home."""
+    """Buffers that the engine computes itself, and takes from no checkpoint: they are not sent."""
     unplaced: tuple[str, ...] = ()
-    """Parameters of which nothing arrives anywhere: some of vLLM's models pass over names that they do not know."""
+    """Parameters without a place in the engine: some of vLLM's models skip unknown names."""
 
 
 def ask_engines(clients: Sequence["EngineLike"], question: dict[str, Any], timeout_s: float) -> WireFormat:
-    """Ask every engine of a node, each in turn.
+    """Ask every engine of a node, one after the other.
 
     Args:
-        question: as `GatheredSource.question` gives it.
+        question: from `GatheredSource.question`.
 
     Raises:
         EngineError: an engine does not know a parameter's name, or did not answer in time.
-        RuntimeError: two of them, or two workers of one, differ.
+        RuntimeError: two engines, or two workers of one, differ.
     """
     answers: list[str] = []  # of every worker
     for client in clients:
@@ -56,7 +59,7 @@ def ask_engines(clients: Sequence["EngineLike"], question: dict[str, Any], timeo
 
 
 def agreed(answers: Sequence[WireFormat]) -> WireFormat:
-    """The one answer that all gave.
+    """Return the common answer.
 
     Raises:
         RuntimeError: they differ.

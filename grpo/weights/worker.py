@@ -1,4 +1,4 @@
-"""The engine's side of a weight sync: vLLM's worker with a few questions more, and how the buckets come to it.
+"""The engine's side of a weight sync: extensions of vLLM's worker, and the receiving transports.
 
 Runs in vLLM's worker processes; imports neither TRL nor DeepSpeed.
 """
@@ -31,27 +31,28 @@ from grpo.weights.shm import FILLED
 
 @dataclass
 class BucketsInfo(WeightTransferUpdateInfo):
-    """What both backends are told of a weight sync, before its first bucket is there."""
+    """Announcement of a weight sync to a worker, for both backends, before its first bucket."""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
-    """All three of every tensor, in order."""
+    """Names, dtypes and shapes of all tensors, in order."""
     sizes: list[int]
-    """Tensors of each bucket."""
+    """Number of tensors in each bucket."""
     timeout_s: float
-    """For which a bucket is waited for, at most."""
+    """Longest wait for a bucket."""
     held: list[str] = field(default_factory=list)
-    """Checkpoint names that this engine has from an earlier weight sync, and that this one leaves out."""
+    """Checkpoint names left out of this weight sync: the engine holds them."""
     sums_bits: bool = False
-    """Whether what arrives is summed for `check_bits`."""
+    """Checksum received tensors for `check_bits`."""
 
     def buckets(self) -> list[list[ParamMeta]]:
         return parted(self.names, self.dtype_names, self.shapes, self.sizes)
 
 
 class AskedWorker:
-    """Mixed into vLLM's worker (`worker_extension_cls`): vLLM's weight transfer has no call that answers."""
+    """Mixin for vLLM's worker (`worker_extension_cls`): adds RPCs that return a value, which vLLM's weight transfer
+    lacks."""
 
     weight_transfer_engine: CountedReload
     model_runner: Any
@@ -68,8 +69,8 @@ class AskedWorker:
         self.weight_transfer_engine.take_adapter(self.model_runner.lora_manager, number, keep)
 
     def grpo_end_weight_update(self) -> None:
-        """As vLLM's `finish_weight_update`, which drops all adapters besides (0.31, `reset_lora_state`): their tensors
-        stand beside the base's, and no reload touches them."""
+        """Finish as vLLM's `finish_weight_update`, but keep adapters: it drops them all (0.31, `reset_lora_state`),
+        although their tensors are separate from the base's, and no reload touches them."""
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.finish_weight_update()
             self.weight_transfer_engine.reset_weight_update_target()
@@ -77,15 +78,15 @@ class AskedWorker:
 
 
 class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):
-    """vLLM's own NCCL engine, counted."""
+    """vLLM's NCCL engine with the counted reload."""
 
     update_info_cls = BucketsInfo
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        if self.model_update_group is not None:  # the trainer opens a new one, for another engine has been replaced
+        if self.model_update_group is not None:  # the trainer opens a new one, because another engine was replaced
             self.model_update_group.destroy()
         super().init_transfer_engine(init_info)
-        # vLLM goes on without NCCL when it cannot load it; a weight sync would then "receive" uninitialised memory.
+        # If vLLM cannot load NCCL it continues without; a weight sync would then "receive" uninitialised memory.
         if getattr(self.model_update_group, "disabled", False):
             raise RuntimeError("vLLM could not load NCCL in the engine: set vllm_sync_backend to 'shm', or mend NCCL")
 
@@ -97,21 +98,21 @@ class CountedNCCLEngine(CountedReload, NCCLWeightTransferEngine):
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """Where the trainer's buffers and pipes are: unnamed files, opened through the trainer's /proc entry."""
+    """Paths of the trainer's buffers and pipes: anonymous files, opened through the trainer's /proc entry."""
 
     path: str
-    """Of the buffers."""
+    """Path of the buffers."""
     num_bytes: int
     filled: list[str]
-    """By worker of the node: the pipe that says when the next bucket is there."""
+    """Pipe of each worker of the node: announces filled buckets."""
     taken: str
-    """The pipe into which a worker writes its number when it has read a bucket."""
+    """Pipe into which a worker writes its number after reading a bucket."""
     rank_offset: int
-    """1 + the number of this engine's first worker, as vLLM counts ranks where the trainer is rank 0."""
+    """Number of this engine's first worker, plus 1 as in vLLM, where the trainer is rank 0."""
 
 
 class CountedShmEngine(CountedReload, WeightTransferEngine[ShmInitInfo, BucketsInfo]):
-    """Reads parameters out of memory shared with the trainer: for CPUs, and for nodes whose NCCL does not serve."""
+    """Reads parameters from memory shared with the trainer: for CPUs, and for nodes where NCCL does not work."""
 
     init_info_cls = ShmInitInfo
     update_info_cls = BucketsInfo
@@ -120,14 +121,14 @@ class CountedShmEngine(CountedReload, WeightTransferEngine[ShmInitInfo, BucketsI
     _taken_pipe: FileIO | None = None
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        self.shutdown()  # the trainer opens a new group, for another engine has been replaced
+        self.shutdown()  # the trainer opens a new group, because another engine was replaced
         self._number = init_info.rank_offset - 1 + self.parallel_config.rank
         self._filled_pipe = FileIO(init_info.filled[self._number], "r")
         self._taken_pipe = FileIO(init_info.taken, "w")
         with FileIO(init_info.path, "r") as file:
             mapped = mmap.mmap(file.fileno(), init_info.num_bytes, prot=mmap.PROT_READ)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is copied from only
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
             self._buffers = torch.frombuffer(mapped, dtype=torch.uint8).chunk(NUM_BUFFERS)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -140,8 +141,8 @@ class CountedShmEngine(CountedReload, WeightTransferEngine[ShmInitInfo, BucketsI
         for number, metas in enumerate(update_info.buckets()):
             self._wait_filled(update_info.timeout_s)
             places = packed_places(self._buffers[number % NUM_BUFFERS], metas)
-            # Copies: the layer-wise reload keeps references until a whole layer has arrived, and the trainer fills
-            # this buffer again before that. Without them weights are wrong and nothing says so.
+            # Copies: the layer-wise reload keeps references until a whole layer has arrived, and the trainer refills
+            # this buffer before that. Without copies, weights would be silently wrong.
             copies = [(meta.name, self._copied(place)) for meta, place in zip(metas, places, strict=True)]
             self._synchronize()
             self._taken_pipe.write(bytes([self._number]))
@@ -156,7 +157,7 @@ class CountedShmEngine(CountedReload, WeightTransferEngine[ShmInitInfo, BucketsI
             torch.accelerator.synchronize()
 
     def _wait_filled(self, timeout_s: float) -> None:
-        """Raises TimeoutError, or ConnectionError where the trainer has given the weight sync up or is gone."""
+        """Wait for the next bucket. Raises TimeoutError, or ConnectionError if the trainer has given up or is gone."""
         assert self._filled_pipe is not None
         poll = select.poll()
         poll.register(self._filled_pipe, select.POLLIN)

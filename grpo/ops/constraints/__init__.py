@@ -1,5 +1,4 @@
-"""`grpo constraints`: `lists/` is a link to constraints/, of which a wheel holds the two lists as files.
+"""`grpo constraints`: `lists/` is a link to constraints/; a wheel has the two lists as files.
 
-The command line alone imports it.
-It imports no other package.
+Only the command line imports it; it imports no other package.
 """

@@ -1,4 +1,4 @@
-"""`grpo constraints cpu|cuda`: the exact versions that all tests have run with, for `pip install -c`."""
+"""`grpo constraints cpu|cuda`: the exact versions used in all tests, for `pip install -c`."""
 
 import argparse
 import sys
@@ -12,6 +12,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command: 0."""
+    """Run the command; returns 0."""
     sys.stdout.write((LISTS / f"{args.backend}.txt").read_text(encoding="utf-8"))
     return 0

@@ -1,5 +1,5 @@
-"""`grpo doctor`: is this machine, or this cluster, able to run it; reported with what to set, nothing is changed.
+"""`grpo doctor`: checks that a machine or cluster can run a job; reports fixes, and changes nothing.
 
-The command line alone imports it; of the packages below it uses `ops.rendezvous`, `preflight` and `place`.
-It must not know engines, weights, the config or TRL: it says what is wrong where those cannot be loaded.
+Only the command line imports it; of the packages below it uses `ops.rendezvous`, `preflight` and `place`. It must not
+know engines, weights, the config or TRL: it has to report problems where those cannot be loaded.
 """

@@ -1,10 +1,10 @@
-"""How fast the nodes exchange: the doctor's second stage, started by the launcher that will start the training.
+"""Bandwidth between nodes: the doctor's second stage, started by the launcher of the training job.
 
     accelerate launch --config_file configs/4node.yaml ... -m grpo.ops.doctor.bandwidth --params-b 7.6
     torchrun --nproc_per_node 7 ... -m grpo.ops.doctor.bandwidth
 
 So it has training's ranks, devices and backend. It tries the job's number formats, measures inside each node, over all
-ranks, and in rounds of disjoint pairs of nodes, which name a slow one; and it has a deadline of its own.
+ranks, and in rounds of disjoint pairs of nodes, which identify a slow one. It has its own deadline.
 """
 
 import argparse
@@ -36,8 +36,8 @@ from grpo.place.launch import Launch, read_launch
 MB = 10**6
 WARM_UPS, REPEATS = 2, 5
 PAIR_BYTES = 64 * MB  # at most, from each rank
-_BYTES_PER_PARAMETER = 2  # bfloat16, in which weights are synced
-_MARGIN_S = 60.0  # a collective outlasts the stage's deadline, so that the watch ends it and names who is missing
+_BYTES_PER_PARAMETER = 2  # bfloat16, the usual dtype of weight syncs
+_MARGIN_S = 60.0  # a collective outlasts the stage's deadline, so that the watch ends it and names the missing ranks
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -65,7 +65,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One rank's part. Returns the same code on every rank: 0, 1 on any FAIL, 2 for a wrong start."""
+    """Run one rank's part. Returns the same code on every rank: 0, 1 on any FAIL, 2 for a wrong start."""
     args = parse_arguments(argv)
     try:
         launch = read_launch(os.environ)
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     store, _, _ = next(dist.rendezvous("env://", timeout=patience))
     try:
         stages = Stages(store, launch, args)
-    except (RuntimeError, OSError) as error:  # ranks that did not come, or a node that cannot be reached
+    except (RuntimeError, OSError) as error:  # missing ranks, or an unreachable node
         print(f"grpo.ops.doctor.bandwidth: {error}", file=sys.stderr)
         return 1
     try:
@@ -97,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def collect(result: RankResult, launch: Launch, args: argparse.Namespace, stages: "Stages", store: dist.Store) -> int:
-    """Rank 0 judges what all ranks measured, and shows it. Collective over the job; the exit code of every rank."""
+    """Judge all ranks' measurements on rank 0, and show the verdict. Collective over the job; returns every rank's exit
+    code."""
     stages.enter("collecting the results")
     store.set(f"result/{launch.rank}", result.dumps())
     if launch.rank == 0:
@@ -116,9 +117,9 @@ def collect(result: RankResult, launch: Launch, args: argparse.Namespace, stages
 
 
 class Stages:
-    """This rank's way through the measurement, and its end: all ranks enter the same stages in the same order.
+    """Stages of the measurement on this rank, and its end: all ranks enter the same stages in the same order.
 
-    A failure of any rank, or no end in time, is shown once with the stage and the nodes that did not reach it. The
+    A failure of any rank, or a missed deadline, is shown once, with the stage and the nodes that did not reach it. The
     job's failure watch then ends every rank, whatever it is stuck in.
     """
 
@@ -143,32 +144,32 @@ class Stages:
         self.launch = replace(launch, ranks_by_node=tuple(counts))
 
     def enter(self, stage: str) -> None:
-        """This rank begins `stage`."""
+        """Begin `stage` on this rank."""
         self._entered += 1
         self.watch.enter(stage)
         self._store.set(f"at/{self.launch.rank}", json.dumps([self._entered, stage, self._host]))
 
     def expire(self) -> None:
-        """The time is up. Called in a thread, on every rank that is not done."""
+        """End the measurement at the deadline. Called in a thread, on every unfinished rank."""
         try:
             stage, late = self._furthest()
             what = f"no end within {self._args.deadline:.0f} s"
             self._show(stage, what, late)
             self.watch.report(self.watch.make_record(f"{what}; not there: {', '.join(late) or 'nobody'}", stage))
         except (dist.DistError, RuntimeError):
-            return  # the store went with its launcher: another rank has reported it
+            return  # the store went with its launcher: another rank has reported
 
     def fail(self, error: Exception) -> None:
-        """This rank cannot go on; `watch.guard` has told the others."""
+        """Report this rank's failure; `watch.guard` has informed the others."""
         if self.watch.record is not None and self.watch.record.rank == self.launch.rank:
             with contextlib.suppress(dist.DistError, RuntimeError):
                 what = f"rank {self.launch.rank} on {self._host}: {_first_line(error)}"
                 self._show(self.watch.phase, what, [])
 
     def _furthest(self) -> tuple[str, list[str]]:
-        """The last stage that any rank entered, and the nodes of the ranks that did not get there."""
+        """Return the last stage any rank has entered, and the nodes of ranks that did not reach it."""
         last, stage = -1, "start"
-        reached: dict[int, int] = {}  # by the slowest rank of each node
+        reached: dict[int, int] = {}  # of the slowest rank of each node
         hosts: dict[int, str] = {}
         places = [(node, rank) for node, ranks in enumerate(self.launch.nodes()) for rank in ranks]
         for node, rank in places:
@@ -181,7 +182,7 @@ class Stages:
         return stage, [f"node {node} ({hosts[node]})" if node in hosts else f"node {node}" for node in late]
 
     def _show(self, stage: str, what: str, late: Sequence[str]) -> None:
-        """On the first rank that asks to: the others' copies would tear the table apart."""
+        """Show the failure on the first rank that asks: copies from other ranks would break the table."""
         if self._store.add("tellers", 1) > 1:
             return
         interface = _route_to_another_node(self.launch, self._store)
@@ -191,7 +192,7 @@ class Stages:
 
 
 def _route_to_another_node(launch: Launch, store: dist.Store) -> str:
-    """The interface that joins this node to the first one, or the first to the last; empty when unknown."""
+    """Interface from this node to the first one, or from the first to the last; '' if unknown."""
     partner = 0 if launch.node else launch.nodes()[-1][0]
     if not store.check([f"at/{partner}"]):
         return ""  # it never came
@@ -199,7 +200,7 @@ def _route_to_another_node(launch: Launch, store: dist.Store) -> str:
 
 
 def _gpu(launch: Launch) -> torch.device:
-    """On which this rank's weights and gradients are, with either backend: its local rank's."""
+    """Device of this rank's weights and gradients, with either backend: its local rank's GPU."""
     torch.cuda.set_device(launch.local_rank)
     return torch.device("cuda", launch.local_rank)
 
@@ -208,19 +209,19 @@ def _gpu(launch: Launch) -> torch.device:
 
 
 def result_bytes(args: argparse.Namespace, launch: Launch) -> int:
-    """Of a collective on each rank: float32, a multiple of the world size."""
+    """Bytes of a collective on each rank: float32, a multiple of the world size."""
     unit = 4 * launch.world_size
     return -(-args.size_mb * MB // unit) * unit
 
 
 def pair_bytes(args: argparse.Namespace) -> int:
-    """That each rank sends to its partner."""
+    """Bytes each rank sends to its partner."""
     return min(args.size_mb * MB, PAIR_BYTES)
 
 
 def measure(launch: Launch, args: argparse.Namespace, stages: Stages, patience: timedelta) -> RankResult:
-    """Number formats, and seconds inside this rank's node, over all ranks, and with each partner. Collective over the
-    job, on every rank the same stages in the same order."""
+    """Try number formats, and measure seconds inside this rank's node, over all ranks, and with each partner.
+    Collective over the job: the same stages in the same order on every rank."""
     device = _gpu(launch) if args.backend == "nccl" else torch.device("cpu")  # gloo is measured in host memory
     training_device = _gpu(launch) if args.on_gpus else torch.device("cpu")
     nodes, whole = [*map(list, launch.nodes())], torch.ones(result_bytes(args, launch) // 4, device=device)
@@ -247,9 +248,9 @@ def measure(launch: Launch, args: argparse.Namespace, stages: Stages, patience: 
 
 
 def broken_formats(launch: Launch, device: torch.device, dtypes: Sequence[str]) -> dict[str, str]:
-    """By number format, where an all-reduce in it does not work: the backend's words, or the wrong sum.
+    """Number formats in which an all-reduce fails: the backend's error, or the wrong sum.
 
-    Collective over the job. Two ranks add to the sum, so that every format holds it exactly.
+    Collective over the job. Only two ranks contribute to the sum, so every format represents it exactly.
     """
     own = {0: 1.0, launch.world_size - 1: 2.0}.get(launch.rank, 0.0)
     broken = {}
@@ -284,9 +285,9 @@ def _collectives(
 
 
 def _pair_exchanges(launch: Launch, sent: torch.Tensor, stages: Stages) -> tuple[tuple[int, float], ...]:
-    """Every rank with the same local rank of the partner node, all at once: each GPU by its own network card.
+    """Exchange with the same local rank of the partner node, on all ranks at once: each GPU by its own network card.
 
-    As many of each node as the smallest one has, so that pairs can be compared.
+    Uses as many ranks per node as the smallest node has, so that pairs are comparable.
     """
     received, seconds, nodes = torch.empty_like(sent), [], launch.nodes()
     for number, node in enumerate(partners_of(launch.node, launch.num_nodes)):

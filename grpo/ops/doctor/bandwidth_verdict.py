@@ -1,4 +1,4 @@
-"""What the measured seconds mean: GB/s, a weight sync, a slow node. Pure functions of the ranks' results."""
+"""Verdict on measured times: GB/s, duration of a weight sync, slow nodes. Pure functions of the ranks' results."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,58 +10,58 @@ from grpo.place.wire import Wire
 
 GB = 1e9
 DTYPES = ("float32", "bfloat16", "float16")
-SLOW = 0.7  # of the reference; figures of healthy links vary by a tenth or two
+SLOW = 0.7  # of the reference; healthy links vary by a tenth or two
 MAX_ROUNDS = 8  # enough partners to distinguish a slow node from a slow partner, on any number of nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult(Wire):
-    """What one rank measured. Seconds are the median of its repeats."""
+    """Measurements of one rank. Seconds are the median of its repeats."""
 
     node: int
     host: str
     inside_s: Mapping[str, float] = field(default_factory=dict)
-    """By operation (`all-reduce`, `all-gather`), among the ranks of its node; empty with one rank on each."""
+    """Seconds by operation (`all-reduce`, `all-gather`) among the ranks of its node; empty with one rank per node."""
     across_s: Mapping[str, float] = field(default_factory=dict)
-    """The same among all ranks; empty with one node."""
+    """Seconds by operation among all ranks; empty with one node."""
     pairs_s: tuple[tuple[int, float], ...] = ()
-    """Node of the partner, and seconds, of each round of pairs in which this rank's node took part."""
+    """(partner's node, seconds) of each round of pairs with this rank's node."""
     broken: Mapping[str, str] = field(default_factory=dict)
-    """Number formats in which an all-reduce over all ranks did not work, each with the reason."""
+    """Number formats in which an all-reduce over all ranks failed, each with the reason."""
 
 
 def partners_of(node: int, num_nodes: int) -> list[int]:
-    """With whom a node exchanges in each round, itself where it rests; pairs are disjoint, and no pair comes twice.
+    """Partners of a node, round by round, itself in a round without one; pairs are disjoint, and no pair occurs twice.
 
-    In round k those exchange whose numbers add up to k, by the number of nodes. All rounds together hold every pair,
-    unless `MAX_ROUNDS` ends them.
+    In round k two nodes are partners if their numbers add up to k, modulo the number of nodes. All rounds together
+    cover every pair, unless limited by `MAX_ROUNDS`.
     """
     return [(total - node) % num_nodes for total in range(min(num_nodes, MAX_ROUNDS))]
 
 
 def below_reference(figures: Mapping[int, float]) -> dict[int, float]:
-    """Those below `SLOW` of the median, the upper one of two."""
+    """Figures below `SLOW` times the median, the upper one of two."""
     reference = statistics.median_high(figures.values()) if figures else 0.0
     return {node: figure for node, figure in figures.items() if figure < SLOW * reference}
 
 
 def find_slow(speeds: Mapping[tuple[int, int], float]) -> dict[int, float]:
-    """The slow nodes with their best figure, of those that pairs of nodes have reached while other pairs did the same.
+    """Slow nodes with their best figure, from the speeds of pairs measured at the same time.
 
-    A node is as fast as its best pair: a healthy node has at least one healthy partner. With two nodes there is one
-    figure and nothing to compare it with.
+    A node is as fast as its best pair: a healthy node has at least one healthy partner. Two nodes have only one figure,
+    and no comparison.
     """
     nodes = sorted({node for pair in speeds for node in pair})
     return below_reference({node: max(s for pair, s in speeds.items() if node in pair) for node in nodes})
 
 
 def name_nodes(hosts: Sequence[str]) -> tuple[str, ...]:
-    """The host of each node; with the node's number where several nodes run on one host."""
+    """Names of the nodes: the host, with the node's number if several nodes run on one host."""
     return tuple(host if hosts.count(host) == 1 else f"{host}/{node}" for node, host in enumerate(hosts))
 
 
 def bus_gb_per_s(operation: str, num_bytes: int, ranks: int, seconds: float) -> float:
-    """What each rank's link carries: comparable with the hardware's figure, whatever the number of ranks.
+    """Bus bandwidth of each rank's link: comparable with the hardware's figure, whatever the number of ranks.
 
     `num_bytes` is the size of the result on each rank.
     https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
@@ -80,12 +80,12 @@ def judge_bandwidth(
     device: str = "CPUs",
     job_dtypes: Sequence[str] | None = None,
 ) -> DoctorVerdict:
-    """The verdict over all ranks' results, in rank order.
+    """Verdict over all ranks' results, in rank order.
 
     Args:
-        num_bytes: of the result of a collective on each rank; `pair_bytes`: sent by each rank to its partner.
-        model_bytes: of one weight sync; None: not asked for.
-        device: on which number formats were tried; `job_dtypes`: those that the job exchanges, None: not told.
+        num_bytes: result size of a collective on each rank; `pair_bytes`: sent by each rank to its partner.
+        model_bytes: of one weight sync; None: not requested.
+        device: used to try number formats; `job_dtypes`: the job's formats, None: unknown.
     """
     by_node: dict[int, list[RankResult]] = {}
     for result in results:
@@ -103,14 +103,14 @@ def judge_bandwidth(
 
 
 def _formats(results: Sequence[RankResult], backend: str, job_dtypes: Sequence[str] | None) -> list[Finding]:
-    """Which of them do not work."""
+    """Report failing number formats."""
     broken = {dtype: why for result in reversed(results) for dtype, why in result.broken.items()}
     if not broken:
         carried = f"{backend} carries {', '.join(job_dtypes or DTYPES)}"
         return [Finding.passed("number formats", carried)]
     message = f"{backend} does not carry {', '.join(f'{dtype}: {why}' for dtype, why in broken.items())}"
     fix = "train in another format (bf16, fp16), with the other ddp_backend, or with another build of torch"
-    if job_dtypes is None and "float32" not in broken:  # which every job exchanges
+    if job_dtypes is None and "float32" not in broken:  # every job exchanges float32
         return [Finding.warn("number formats", message, f"if the job trains in it: {fix}")]
     return [Finding.fail("number formats", message, fix)]
 
@@ -166,7 +166,8 @@ def _sync(results: Sequence[RankResult], num_bytes: int, model_bytes: int | None
 
 
 def _pairs(results: Sequence[RankResult], names: Sequence[str], num_bytes: int) -> list[Finding]:
-    """
+    """Report pairs of nodes.
+
     Args:
         num_bytes: of all ranks of a node together.
     """
@@ -194,10 +195,10 @@ def _pairs(results: Sequence[RankResult], names: Sequence[str], num_bytes: int) 
 def explain_failure(
     stage: str, what: str, late: Sequence[str], backend: str, *, route_interface: str, is_one_node: bool
 ) -> DoctorVerdict:
-    """A stage that failed or did not end, and what to set.
+    """Verdict for a failed or unfinished stage, with a fix.
 
     Args:
-        stage: `inside a node: all-reduce`, say.
+        stage: for example `inside a node: all-reduce`.
         late: names of the nodes that did not reach the stage while others waited in it.
     """
     interface = route_interface or "INTERFACE"

@@ -1,4 +1,4 @@
-"""What must agree between nodes, and the verdict over everything: functions of the nodes' reports."""
+"""Comparison of nodes, and the verdict over everything: functions of the nodes' reports."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ _ROUTES_SHOWN = 8
 
 
 def judge_rendezvous(place: Place, own: Examination, attendance: Attendance) -> DoctorVerdict:
-    """The head's verdict over those that came, and those that did not."""
+    """Make the head's verdict over present and missing nodes."""
     joined = [Finding.of("join", trouble) for trouble in attendance.troubles]
     reports = []
     for arrival in attendance.arrivals:
@@ -32,19 +32,19 @@ def judge_rendezvous(place: Place, own: Examination, attendance: Attendance) -> 
     if not joined:
         message = f"all {len(place.nodes)} nodes came within {attendance.waited_s:.1f} s"
         joined.append(Finding.passed("join", message, nodes=place.nodes))
-    if reports and not own.route_source:  # the others' names need not resolve here, their addresses do
+    if reports and not own.route_source:  # the others' names need not resolve here, but their addresses do
         interface, source = route_to(reports[0].route_source, read_interfaces())
         own = replace(own, route_interface=interface, route_source=source)
     return judge(place.nodes, [own, *reports], joined)
 
 
 def judge(nodes: Sequence[str], reports: Sequence[Examination], others: Sequence[Finding] = ()) -> DoctorVerdict:
-    """The verdict over all nodes.
+    """Make the verdict over all nodes.
 
     Args:
         nodes: all expected names, the head first.
-        reports: of those that came, the head's first.
-        others: findings that are about no report: who did not come, say.
+        reports: of present nodes, the head's first.
+        others: findings without a report, such as missing nodes.
     """
     own = [replace(finding, nodes=(report.node,)) for report in reports for finding in report.findings]
     came = tuple(report.node for report in reports)
@@ -53,7 +53,8 @@ def judge(nodes: Sequence[str], reports: Sequence[Examination], others: Sequence
 
 
 def compare(reports: Sequence[Examination]) -> list[Finding]:
-    """Findings between two or more nodes; the reference is what most of them have, the head's (the first) on a tie."""
+    """Findings from comparing two or more nodes; the reference is the majority's value, on a tie the head's (the
+    first)."""
     return [
         *_same(reports),
         *_reachable_names(reports),
@@ -97,10 +98,11 @@ def _hardware(reports: Sequence[Examination]) -> list[Trouble]:
 
 
 def _reachable_names(reports: Sequence[Examination]) -> list[Finding]:
-    """gloo listens on the address that the own host name resolves to, and on loopback when it does not resolve."""
+    """Check host names: gloo listens on the address the own host name resolves to, and on loopback if it does not
+    resolve."""
     networks = {report.network for report in reports}
     if networks == {""}:
-        return []  # none of them could look at its network, and says so
+        return []  # none of them could check its network: reported there
     shared_loopback = len(networks) == 1
     findings = []
     for report in reports:
@@ -120,7 +122,7 @@ def _reachable_names(reports: Sequence[Examination]) -> list[Finding]:
 
 
 def _routes(reports: Sequence[Examination]) -> list[Finding]:
-    """Which interface joins the nodes, and whether NCCL was given another one for its bootstrap."""
+    """Report the interface between the nodes, and an NCCL bootstrap set to another one."""
     findings = []
     for report in reports:
         value, interface = report.variables.get("NCCL_SOCKET_IFNAME"), report.route_interface

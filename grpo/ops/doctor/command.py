@@ -1,6 +1,6 @@
-"""`grpo doctor`: one machine, or one process per node before any launcher, which would name nobody that is missing.
+"""`grpo doctor`: one machine, or one process per node without a launcher, which could not name missing nodes.
 
-The second stage, `grpo.ops.doctor.bandwidth`, is started by the launcher.
+A launcher starts the second stage, `grpo.ops.doctor.bandwidth`.
 """
 
 import argparse
@@ -12,11 +12,11 @@ from pathlib import Path
 from grpo.ops.rendezvous import expected
 from grpo.place.files import add_job_arguments, wishes_of
 
-DEFAULT_PORT = 29411  # below torchrun's 29500, above nothing well known
+DEFAULT_PORT = 29411  # below torchrun's 29500, not a well-known port
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     expected.add_arguments(parser, default_port=DEFAULT_PORT)
     what = parser.add_argument_group("what else to check")
     what.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs that each node must see")
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0, 1 on any FAIL on any node, 2 when the command line does not say which node this is."""
+    """Run the command. Returns 0, 1 on any FAIL on any node, 2 if the command line does not identify this node."""
     # Before torch is loaded: the store's C++ side logs every wait that ends.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:

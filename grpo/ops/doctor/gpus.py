@@ -1,4 +1,4 @@
-"""The GPUs of one node: how many, and who is on them already. Reported, never ended."""
+"""GPUs of one node: their number, and processes using them. Reported, never ended."""
 
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ from grpo.place.devices import DeviceMistake
 from grpo.place.gpu_needs import nccl_doubt, unmet_needs
 
 MIB, GIB = 1 << 20, 1 << 30
-IDLE_BYTES = GIB  # what a driver holds on a GPU that nobody uses stays well below
-ENGINE_SHARE = 0.9  # of a GPU's memory that an engine takes unless vllm_gpu_memory_utilization says otherwise
+IDLE_BYTES = GIB  # more than a driver holds on an idle GPU
+ENGINE_SHARE = 0.9  # default share of a GPU's memory for an engine (vllm_gpu_memory_utilization)
 QUERY_S = 15.0  # nvidia-smi takes up to 10 s on a node without its persistence daemon
 _GPU_FIELDS = "index,uuid,driver_version,memory.used,memory.total"
 _PROCESS_FIELDS = "gpu_uuid,pid,process_name,used_memory"
@@ -20,10 +20,10 @@ _PROCESS_FIELDS = "gpu_uuid,pid,process_name,used_memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGpu:
-    """One GPU as nvidia-smi tells it."""
+    """One GPU, from nvidia-smi."""
 
     index: int
-    """nvidia-smi's number, in the order of PCI addresses."""
+    """Index in nvidia-smi, in the order of PCI addresses."""
     uuid: str
     driver: str
     used_bytes: int
@@ -31,11 +31,11 @@ class NodeGpu:
 
 
 Processes = Mapping[str, Sequence[str]]
-"""By the uuid of their GPU: pid, name and, where nvidia-smi reports it, memory."""
+"""Processes by their GPU's uuid: pid, name and, if reported, memory."""
 
 
 def query_gpus() -> tuple[list[NodeGpu], Processes]:
-    """Both empty where there is no nvidia-smi. Raises subprocess.SubprocessError when it fails or hangs."""
+    """Query nvidia-smi; both results are empty without it. Raises subprocess.SubprocessError if it fails or hangs."""
     try:
         gpus, processes = _nvidia_smi("gpu", _GPU_FIELDS), _nvidia_smi("compute-apps", _PROCESS_FIELDS)
     except FileNotFoundError:
@@ -72,16 +72,17 @@ def parse_gpus(text: str) -> list[NodeGpu]:
 
 
 def parse_processes(text: str) -> Processes:
-    """nvidia-smi reports no memory in containers, under MIG, and of other users."""
+    """Parse processes; nvidia-smi reports no memory in containers, under MIG, and for other users."""
     processes: dict[str, list[str]] = {}
-    for uuid, pid, *name, used in _cells(text):  # a name may hold commas
+    for uuid, pid, *name, used in _cells(text):  # a name may contain commas
         held = f" ({_memory_bytes(used) / GIB:.1f} GiB)" if used.isdigit() else ""
         processes.setdefault(uuid, []).append(f"pid {pid} {', '.join(name)}{held}")
     return processes
 
 
 def visible_gpus(gpus: Sequence[NodeGpu], visible_devices: str | None) -> list[NodeGpu]:
-    """Those that CUDA_VISIBLE_DEVICES leaves; all of them where it is unset or names MIG slices, which are refused."""
+    """GPUs left by CUDA_VISIBLE_DEVICES; all of them if it is unset or names MIG slices, which are refused
+    elsewhere."""
     entries = [entry.strip() for entry in (visible_devices or "").split(",")]
     if visible_devices is None or any(entry.startswith("MIG-") for entry in entries):
         return list(gpus)
@@ -92,10 +93,10 @@ def visible_gpus(gpus: Sequence[NodeGpu], visible_devices: str | None) -> list[N
 def check_gpu_count(
     *, seen: int, asked: int | None, gpus: Sequence[NodeGpu], mistake: DeviceMistake | None = None
 ) -> Finding:
-    """GPUs that torch sees (`seen`) against those that were asked for and those that nvidia-smi shows (`gpus`).
+    """Compare the GPUs torch sees (`seen`) with the requested number and with nvidia-smi's (`gpus`).
 
     Args:
-        mistake: why the job would end at its start; `seen` is then 0.
+        mistake: error that would end the job at its start; `seen` is then 0.
     """
     if mistake is not None:
         shown = f"; nvidia-smi shows {len(gpus)} of them" if gpus else ""
@@ -116,7 +117,7 @@ def check_gpu_count(
 
 
 def check_gpu_memory(gpus: Sequence[NodeGpu], processes: Processes) -> list[Finding]:
-    """Memory of the visible `gpus` that is taken already, and by whom."""
+    """Report memory of the visible `gpus` already in use, and its owners."""
     findings = []
     for gpu in gpus:
         who = ", ".join(processes.get(gpu.uuid, ()))
@@ -136,11 +137,11 @@ def check_gpu_memory(gpus: Sequence[NodeGpu], processes: Processes) -> list[Find
 
 
 def check_needs(build: str, env: Mapping[str, str], *, driver: str) -> list[Finding]:
-    """What kernels need beside GPUs, and a setting of NCCL; for a node that has GPUs.
+    """Check the needs of kernels on GPUs, and a setting of NCCL; for a node with GPUs.
 
     Args:
-        build: what torch is built for.
-        driver: its version; empty where nvidia-smi does not say.
+        build: the backend torch is built for.
+        driver: its version; '' if nvidia-smi does not report it.
     """
     unmet = unmet_needs(build, env, driver=driver or None)
     found = [Finding.fail("kernels", *need) for need in unmet]

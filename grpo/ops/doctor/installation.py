@@ -1,4 +1,4 @@
-"""What is installed on a node against what was tested."""
+"""Installed packages of a node, compared with the tested versions."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,7 +18,7 @@ def check_versions(
     requires_python: str,
     installed: Callable[[str], str | None],
 ) -> list[Finding]:
-    """One finding per package outside the tested set, or one for all of them together."""
+    """Make one finding per package outside the tested set, or one for all packages together."""
     findings = []
 
     def fail(message: str, fix: str) -> None:

@@ -1,7 +1,7 @@
-"""What earlier jobs left on a node: shared memory, engines' folders, and a build lock that stops every later job.
+"""Leftovers of earlier jobs on a node: shared memory, engines' folders, and build locks that block every later job.
 
-Reported with the command that removes it; nothing is removed here. Of other users' processes not everything can be
-seen, so only files of this user are judged.
+Reported with the command to remove them; nothing is removed here. Processes of other users are only partly visible, so
+only files of this user are judged.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def _remove(paths: list[Path], command: str = "rm") -> str:
 
 
 def orphaned_segments(folder: Path) -> list[Path]:
-    """Segments of the kinds that our processes make, of this user, that no process visible here has mapped or open."""
+    """Segments of our kinds, of this user, neither mapped nor open in any visible process."""
     orphans: dict[int, Path] = {}
     for pattern in _SEGMENTS:
         for path in folder.glob(pattern):
@@ -52,8 +52,8 @@ def orphaned_segments(folder: Path) -> list[Path]:
                     orphans[path.stat().st_ino] = path
     for process in Path("/proc").glob("[0-9]*") if orphans else ():
         with contextlib.suppress(OSError):  # ended, or another user's
-            # By inode, which psutil does not tell: a semaphore's maker has it mapped under the name that it had before
-            # it was linked in place.
+            # By inode, which psutil does not report: a semaphore's creator has it mapped under its name before it was
+            # linked in place.
             for mapping in (process / "maps").read_text().splitlines():
                 if f"{folder}/" in mapping:
                     orphans.pop(int(mapping.split()[4]), None)
@@ -63,7 +63,7 @@ def orphaned_segments(folder: Path) -> list[Path]:
 
 
 def check_shared_memory(*, has_gpus: bool, folder: Path = Path("/dev/shm")) -> list[Finding]:
-    """Space in /dev/shm, where NCCL's and vLLM's processes of a node talk, and what ended jobs left in it."""
+    """Check free space in /dev/shm, used by NCCL's and vLLM's processes of a node, and leftovers of ended jobs."""
     stat = os.statvfs(folder)
     free, size = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
     findings = []
@@ -86,15 +86,15 @@ def check_shared_memory(*, has_gpus: bool, folder: Path = Path("/dev/shm")) -> l
 
 
 def abandoned_engine_folders(folder: Path) -> list[Path]:
-    """This user's `grpo-engine-*` in `folder` that no living process has in its environment."""
+    """This user's `grpo-engine-*` in `folder` without a living process that has it in its environment."""
     candidates = []
     for path in folder.glob("grpo-engine-*"):
         with contextlib.suppress(OSError):
             if path.stat().st_uid == os.getuid() and _age_s(path) > _YOUNG_S:
                 candidates.append(path)
     for process in psutil.process_iter(["environ"]) if candidates else ():
-        # An engine and all that it starts have the folder as TMPDIR and as GRPO_ENGINE_FOLDER.
-        held = (process.info["environ"] or {}).values()  # None of another user's
+        # An engine and its processes have the folder as TMPDIR and as GRPO_ENGINE_FOLDER.
+        held = (process.info["environ"] or {}).values()  # None for another user's
         candidates = [path for path in candidates if str(path) not in held]
     return sorted(candidates)
 
@@ -111,7 +111,7 @@ def check_engine_folders(folder: Path) -> Finding:
 
 
 def extension_locks(env: Mapping[str, str], home: Path) -> list[Path]:
-    """Lock files of torch's extension builds: <root>/<extension>/lock, below the default root per Python and CUDA."""
+    """Lock files of torch's extension builds: <root>/<extension>/lock, under the default root per Python and CUDA."""
     root = Path(env.get("TORCH_EXTENSIONS_DIR") or home / ".cache" / "torch_extensions")
     return sorted([*root.glob("*/lock"), *root.glob("*/*/lock")])
 
@@ -123,7 +123,8 @@ def _is_open_here(path: Path) -> bool:
 
 
 def check_extension_locks(env: Mapping[str, str], home: Path) -> list[Finding]:
-    """A build that was killed leaves its lock, and every later job waits for it without end (torch's FileBaton)."""
+    """Check for stale locks: a killed build leaves its lock, and every later job waits for it forever (torch's
+    FileBaton)."""
     findings = []
     for lock in extension_locks(env, home):
         try:

@@ -1,4 +1,4 @@
-"""Interfaces and fabric of one node, and what NCCL and gloo will make of them."""
+"""Interfaces and fabric of one node, and their use by NCCL and gloo."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -8,16 +8,16 @@ from grpo.ops.doctor.records import Finding
 
 
 def network_identity() -> str:
-    """Equal on two nodes exactly when they share one kernel and one network namespace: a loopback address of one is
-    then the other's too."""
+    """Identity of a network: equal on two nodes only if they share one kernel and one network namespace, so that a
+    loopback address of one is also the other's."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id}/{os.readlink('/proc/self/ns/net')}"
 
 
 def select_interfaces(value: str, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Which of `names` NCCL_SOCKET_IFNAME=value selects, and which entries of the value select none.
+    """Return the interfaces in `names` selected by NCCL_SOCKET_IFNAME=value, and entries of the value that select none.
 
-    `eth,ib` are prefixes, `=eth0` is exact, `^docker` excludes, `^=docker0` excludes exactly; a leading sign holds for
+    `eth,ib` are prefixes, `=eth0` is exact, `^docker` excludes, `^=docker0` excludes exactly; a leading sign applies to
     the whole list. https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
     """
     bare = value.lstrip("^=")
@@ -32,7 +32,7 @@ def select_interfaces(value: str, names: Sequence[str]) -> tuple[list[str], list
 
 
 def check_interface_names(variables: Mapping[str, str], names: Sequence[str], route_interface: str) -> list[Finding]:
-    """Whether NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name interfaces that are up on this node."""
+    """Check that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name interfaces that are up on this node."""
     present = f"up on this node: {', '.join(names) or 'none'}"
     good = route_interface or "the interface that the nodes share"
     findings = []
@@ -47,7 +47,7 @@ def check_interface_names(variables: Mapping[str, str], names: Sequence[str], ro
             message = f"NCCL_SOCKET_IFNAME={value}: no interface {', '.join(unknown)}; {present}"
             findings.append(Finding.warn("interfaces", message, fix))
     if value := variables.get("GLOO_SOCKET_IFNAME"):
-        unknown = [name for name in value.split(",") if name not in names]  # whole names; gloo wants all of them
+        unknown = [name for name in value.split(",") if name not in names]  # full names; gloo needs all of them
         if unknown:
             fix = f"set GLOO_SOCKET_IFNAME={good}, or unset it"
             message = f"GLOO_SOCKET_IFNAME={value}: no interface {', '.join(unknown)}; {present}"
@@ -61,8 +61,8 @@ def check_interface_names(variables: Mapping[str, str], names: Sequence[str], ro
 
 
 Ports = Mapping[str, tuple[str, str]]
-"""Of InfiniBand or RoCE devices, as `mlx5_0:1`: the state (`ACTIVE`, `DOWN`, `INIT` …), and rate and link layer
-(`400 Gb/sec (4X NDR) InfiniBand`) as the driver reports them."""
+"""InfiniBand or RoCE ports by name, `mlx5_0:1`: the state (`ACTIVE`, `DOWN`, `INIT` …), and rate and link layer
+(`400 Gb/sec (4X NDR) InfiniBand`) from the driver."""
 
 
 def read_fabric(root: Path = Path("/sys/class/infiniband")) -> Ports:
@@ -78,7 +78,7 @@ def active_ports(ports: Ports) -> list[str]:
 
 
 def check_fabric(ports: Ports, variables: Mapping[str, str]) -> Finding:
-    """What NCCL finds of InfiniBand on this node."""
+    """Report the InfiniBand devices NCCL will find on this node."""
     if not ports:
         return Finding.passed("infiniband", "no device: NCCL goes over TCP")
     active = active_ports(ports)

@@ -1,4 +1,4 @@
-"""What the doctor finds: one record per finding, one report per node, one verdict for the cluster."""
+"""Records of the doctor: one per finding, one report per node, one verdict for the cluster."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from grpo.place.wire import Wire
 
 
 class Status(StrEnum):
-    """How bad a finding is, in rising order."""
+    """Severity of a finding, in rising order."""
 
     PASS = "PASS"
     WARN = "WARN"
@@ -19,17 +19,21 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One row of the table."""
+    """One row of the table.
+
+    Example:
+        Finding(check="gpus", status=Status.FAIL, message="6 of 8 GPUs visible", fix="look at the driver", nodes=("b",))
+    """
 
     check: str
     """Name of the check; several findings may share it."""
     status: Status
     message: str
-    """What was seen, with the values."""
+    """Observation, with the values."""
     fix: str = ""
-    """What to do about it; empty for a PASS."""
+    """Fix; empty for a PASS."""
     nodes: tuple[str, ...] = ()
-    """The nodes that it is about; empty, until it is merged: those of which all findings beside it are."""
+    """Nodes concerned. Empty before merging: the nodes of the report it belongs to."""
 
     @classmethod
     def passed(cls, check: str, message: str, *, nodes: Iterable[str] = ()) -> "Finding":
@@ -50,45 +54,44 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination(Software, Wire):
-    """What one node says about itself: its own findings, and what is compared with the other nodes."""
+    """Report of one node: its own findings, and values for comparison with other nodes."""
 
     node: str
     """Name in the list of expected nodes."""
     host: str
-    """What the machine calls itself."""
+    """Host name of the machine."""
     findings: tuple[Finding, ...] = ()
     gpus: int = 0
-    """Visible to torch."""
+    """Number of GPUs visible to torch."""
     driver: str = ""
-    """Version of the NVIDIA driver; empty where there is none."""
+    """Version of the NVIDIA driver; '' without one."""
     network: str = ""
-    """Same value: same kernel and network namespace, so a loopback address reaches the other; empty when the network
-    could not be checked."""
+    """Kernel and network namespace: nodes with equal values reach each other's loopback address; '' if unknown."""
     own_address: str = ""
-    """What the own host name resolves to here; empty when it does not resolve."""
+    """Address the own host name resolves to; '' if it does not resolve."""
     route_interface: str = ""
-    """The interface that routes to the head (on the head: to another node); empty when unknown."""
+    """Interface of the route to the head (on the head: to another node); '' if unknown."""
     route_source: str = ""
-    """The own address on that route."""
+    """Own address on this route."""
     infiniband: tuple[str, ...] = ()
     """Devices with an active port."""
     clock_offset_s: float | None = None
-    """This node's clock minus the head's; None when it was not measured."""
+    """This node's clock minus the head's; None if not measured."""
     clock_error_s: float = 0.0
-    """Half the round trip of that measurement."""
+    """Half the round trip of the measurement."""
     sees_shared_file: bool | None = None
-    """Whether the file that the head wrote at the output path is here too; None when there is no output path."""
+    """True if the head's file at the output path is visible here too; None without an output path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorVerdict(Wire):
-    """What all nodes print and exit with."""
+    """Verdict printed by all nodes; determines their exit code."""
 
     nodes: tuple[str, ...]
-    """The expected ones, the head first."""
+    """Expected nodes, the head first."""
     findings: tuple[Finding, ...]
     reports: tuple[Examination, ...] = ()
-    """Of the nodes that came, on the node that judged."""
+    """Reports of the present nodes, on the judging node."""
 
     @property
     def status(self) -> Status:
@@ -101,13 +104,14 @@ class DoctorVerdict(Wire):
 
     @property
     def failed_nodes(self) -> list[str]:
-        """Those that a FAIL is about."""
+        """Nodes with a FAIL."""
         failed = {node for finding in self.findings if finding.status is Status.FAIL for node in finding.nodes}
         return [node for node in self.nodes if node in failed]
 
 
 def merge(findings: Iterable[Finding], nodes: tuple[str, ...] = ()) -> tuple[Finding, ...]:
-    """One finding for nodes that found the same, in the order of the first. `nodes`: of those that name none."""
+    """Merge equal findings of several nodes into one, in the order of the first. `nodes`: for findings without
+    nodes."""
     merged: dict[tuple[str, ...], Finding] = {}
     for finding in findings:
         key = (finding.check, finding.status, finding.message, finding.fix)

@@ -1,4 +1,4 @@
-"""One node examines itself. Every check has a deadline: a hanging file system or driver becomes a finding."""
+"""Examination of one node. Every check has a deadline: a hanging file system or driver becomes a finding."""
 
 import argparse
 import platform
@@ -23,21 +23,21 @@ from grpo.place.same_everywhere import DISTRIBUTION, installed_version, read_var
 from grpo.preflight.versions import tested_requirements
 
 CHECK_S = 20.0  # for one check
-GPUS_S = 2 * gpus.QUERY_S + 10.0  # two queries, and what torch counts
+GPUS_S = 2 * gpus.QUERY_S + 10.0  # two queries, and torch's count
 
 Fields = dict[str, Any]
-"""Of the report."""
+"""Fields of the report."""
 Found = Finding | list[Finding] | tuple[list[Finding], Fields]
 
 
 def examine(
     node: str, asked: argparse.Namespace, job: Wishes | None, env: Mapping[str, str], *, peers: Sequence[str]
 ) -> Examination:
-    """This node's report, without what needs the store. Takes seconds, and never longer than its checks' deadlines.
+    """Make this node's report, without checks over the store. Takes seconds, at most the sum of its checks' deadlines.
 
     Args:
-        asked: the command's options; `job`: what the job's files and flags ask for.
-        peers: addresses of the head, or on the head of the other nodes; the first that resolves decides the route.
+        asked: the command's options; `job`: settings from the job's files and flags.
+        peers: addresses of the head, or on the head of the other nodes; the first resolvable one determines the route.
     """
     fields: Fields = {"variables": read_variables(env)}
     checks: dict[str, Callable[[], Found]] = {

@@ -1,6 +1,6 @@
 """One node's part in `grpo doctor`: alone, as the head of several, or as another one of them.
 
-Each examines this node, shows what is its part to show, and returns the exit code.
+Each examines this node, shows its part of the result, and returns the exit code.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def _conclude(verdict: DoctorVerdict, args: argparse.Namespace, **shown: str) ->
 
 
 def as_head(place: Place, examine: Examine, args: argparse.Namespace) -> int:
-    """Prints the table, and who came after it."""
+    """Run the head's part: prints the table, and late nodes after it."""
     codes = []
 
     def tell(verdict: DoctorVerdict) -> str:
@@ -59,7 +59,7 @@ def as_head(place: Place, examine: Examine, args: argparse.Namespace) -> int:
 
 
 def as_another(place: Place, examine: Examine, args: argparse.Namespace) -> int:
-    """Prints one line, or, without the head's verdict, what is wrong here."""
+    """Run another node's part: prints one line, or, without the head's verdict, this node's problems."""
 
     def bring(shared: list[str] | None) -> str:
         report = examine()

@@ -1,4 +1,4 @@
-"""Whether all nodes share the output path: the head writes a file there, and the others look for it."""
+"""Check that all nodes share the output path: the head writes a file there, and the others look for it."""
 
 import contextlib
 import os
@@ -11,14 +11,14 @@ from pathlib import Path
 from grpo.faults.deadlines import within
 from grpo.ops.doctor.storage import nearest_folder
 
-_WRITE_S = 15.0  # the others wait for the head's first word, which comes after it
-_CACHING_S = 10.0  # how long an NFS client may believe that a new file is not there
+_WRITE_S = 15.0  # the others wait for the head's first message, which comes after it
+_CACHING_S = 10.0  # how long an NFS client may cache a missing file
 
 
 @contextlib.contextmanager
 def shared_file(output_dir: Path | None) -> Iterator[tuple[str, str] | None]:
-    """Path and content of a file at the output path, for the others to find; None without one, or where none can be
-    written, of which the node's own check tells."""
+    """Yield path and content of a file at the output path, for the others to find; None without a path, or if it cannot
+    be written, which this node's own check reports."""
     path = None
     if output_dir is not None:
         text = f"{socket.gethostname()} {time.time()}"
@@ -41,7 +41,7 @@ def _write(folder: Path, text: str) -> Path:
 
 
 def find_shared_file(path: Path, text: str) -> bool:
-    """Whether the file that the head wrote shows up here, within the time that a network file system may take."""
+    """True if the head's file appears here within the caching time of a network file system."""
     deadline = time.monotonic() + _CACHING_S
     while True:
         try:
@@ -54,7 +54,7 @@ def find_shared_file(path: Path, text: str) -> bool:
 
 
 def sees_file(path: Path, text: str) -> bool:
-    """Whether the file that another node wrote is here. Lists the folder: NFS clients believe an old listing."""
+    """True if the file from another node is here. Lists the folder: NFS clients cache old listings."""
     try:
         return path.name in os.listdir(path.parent) and path.read_text() == text
     except OSError:

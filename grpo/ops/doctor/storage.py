@@ -1,4 +1,4 @@
-"""Open files, space at the output path, and what a node without network must hold already."""
+"""Open files, free space at the output path, and local files for a node without network."""
 
 import importlib.util
 import json
@@ -30,23 +30,23 @@ def check_open_files() -> Finding:
 
 
 def nearest_folder(path: Path) -> Path:
-    """`path`, or the nearest folder above it that exists."""
+    """Return `path`, or the nearest existing folder above it."""
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def check_space(output_dir: Path) -> Finding:
-    """Free bytes and inodes at the output path, and whether this node may write there."""
+    """Check free bytes and inodes at the output path, and that this node may write there."""
     folder = nearest_folder(output_dir.absolute())
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(bytes(65536))  # a quota that is used up shows here, not in statvfs
+            probe.write(bytes(65536))  # an exhausted quota shows here, not in statvfs
     except OSError as error:
         message = f"{folder}: cannot be written: {error.strerror}"
         return Finding.fail("output path", message, "give another --output-dir, or free space")
     stat = os.statvfs(folder)
     free, inodes = stat.f_bavail * stat.f_frsize, stat.f_favail
     message = f"{folder}: {free / GIB:.0f} GiB free"
-    if stat.f_files:  # 0 on file systems that have no fixed number, like btrfs
+    if stat.f_files:  # 0 on file systems without a fixed number, like btrfs
         message += f", {inodes:,} inodes"
     if free < NO_BYTES or (stat.f_files and inodes < FEW_INODES // 10):
         return Finding.fail("output path", message, "free space, or give another --output-dir")
@@ -59,7 +59,7 @@ def check_space(output_dir: Path) -> Finding:
 
 
 def missing_model_files(folder: Path) -> list[str]:
-    """Files that a checkpoint folder lacks: its configuration, a tokenizer, weights, shards that its index names."""
+    """Missing files of a checkpoint folder: configuration, tokenizer, weights, shards named in its index."""
     missing = [] if (folder / "config.json").exists() else ["config.json"]
     if not has_tokenizer(folder):
         missing.append("a tokenizer")
@@ -73,7 +73,7 @@ def missing_model_files(folder: Path) -> list[str]:
 
 
 def missing_kernels(folder: Path) -> list[str]:
-    """Packages without which transformers trains a checkpoint's layers of linear attention by plain torch (5.17)."""
+    """Missing packages for linear attention; without them transformers falls back to plain torch (5.17)."""
     config = json.loads((folder / "config.json").read_text())
     kinds = config.get("text_config", config).get("layer_types") or ()
     packages = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
@@ -83,7 +83,7 @@ def missing_kernels(folder: Path) -> list[str]:
 
 
 def check_model(model: str, *, has_gpus: bool = False) -> Finding:
-    """Whether this node can load `model`, a folder or a name on the hub, without network, and has its kernels."""
+    """Check that this node can load `model`, a folder or a Hub name, without network, and has its kernels."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     try:
@@ -109,10 +109,10 @@ def check_model(model: str, *, has_gpus: bool = False) -> Finding:
 
 
 def check_dataset(dataset: str, config: str | None = None) -> Finding:
-    """Whether this node can load `dataset`, a path or a name on the hub, without network.
+    """Check that this node can load `dataset`, a path or a Hub name, without network.
 
     Args:
-        config: which of the data set's configurations; None where it has one alone.
+        config: name of the data set's configuration; None if it has only one.
     """
     if Path(dataset).expanduser().exists():
         return Finding.passed("dataset", f"{dataset}: a local path")
@@ -124,7 +124,7 @@ def check_dataset(dataset: str, config: str | None = None) -> Finding:
     if is_offline_mode():
         import datasets
 
-        try:  # offline it takes what `load_dataset` has prepared before, not what was downloaded
+        try:  # offline it uses the files `load_dataset` has prepared before, not downloaded ones
             prepared = datasets.load_dataset_builder(dataset, name=config).cache_dir
             return Finding.passed("dataset", f"{dataset}: prepared in {prepared}")
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The verdict for a person: one table, and one line for a node whose head prints the table."""
+"""Display of the verdict: one table, and one line for a node whose head prints the table."""
 
 import json
 import sys
@@ -13,12 +13,12 @@ from grpo.ops.doctor.records import DoctorVerdict, Finding, Status
 from grpo.ops.rendezvous.trouble import list_nodes
 
 _COLOURS = {Status.PASS: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
-_LOG_WIDTH = 120  # columns where the output is no terminal: srun's, a pod's log
+_LOG_WIDTH = 120  # columns if the output is not a terminal: of srun, a pod log
 
 
 def rows(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings as the table shows them: checks in the order of their first finding, each check's failures first, and
-    its PASSes in one row, with the message of the first node where messages differ."""
+    """Order findings for the table: checks by their first finding, failures first in each check, and its PASSes in one
+    row, with the first node's message if messages differ."""
     shown = []
     for check in dict.fromkeys(finding.check for finding in findings):
         of_check = [finding for finding in findings if finding.check == check]
@@ -34,10 +34,10 @@ def rows(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def show(verdict: DoctorVerdict, *, as_json: bool, next_step: str = "") -> None:
-    """The verdict to stdout, as one JSON document or as the table with a last line.
+    """Print the verdict to stdout, as one JSON document or as the table with a last line.
 
     Args:
-        next_step: printed below a table whose verdict is no FAIL, where there are several nodes.
+        next_step: printed below the table of several nodes, unless the verdict is FAIL.
     """
     if as_json:
         print(json.dumps({"status": verdict.status, **asdict(verdict)}, indent=2), flush=True)
@@ -67,7 +67,7 @@ def show(verdict: DoctorVerdict, *, as_json: bool, next_step: str = "") -> None:
 
 
 def print_failures(node: str, verdict: DoctorVerdict) -> None:
-    """What a node says that has no head to print the table: what is wrong, in lines that stand alone among others'."""
+    """Print the problems of a node without a head, in lines that make sense among other nodes' output."""
     for finding in verdict.findings:
         if finding.status is not Status.PASS:
             print(f"grpo doctor on {node}: {finding.status}: {finding.check}: {finding.message} → {finding.fix}")
@@ -75,7 +75,7 @@ def print_failures(node: str, verdict: DoctorVerdict) -> None:
 
 
 def one_line(node: str, head: str, verdict: DoctorVerdict) -> str:
-    """What a node says whose head prints the table."""
+    """One line for a node whose head prints the table."""
     failed = dict.fromkeys(finding.check for finding in verdict.findings if finding.status is Status.FAIL)
     why = f" ({', '.join(failed)})" if failed else ""
     return f"grpo doctor on {node}: {verdict.status}{why}; the table is in the output of {head}"

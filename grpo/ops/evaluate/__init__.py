@@ -1,4 +1,4 @@
-"""`grpo eval`: a saved model on the evaluation sets of its run, by this machine's engines alone.
+"""`grpo eval`: a saved model on the evaluation sets of its run, with this machine's engines and no trainer.
 
-Must not know the other commands.
+It must not know the other commands.
 """

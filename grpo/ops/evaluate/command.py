@@ -1,6 +1,6 @@
-"""`grpo eval CHECKPOINT`: a saved model on the evaluation sets of its run, by this machine's engines alone.
+"""`grpo eval CHECKPOINT`: a saved model on the evaluation sets of its run, with this machine's engines and no trainer.
 
-What takes seconds to import comes behind the command line.
+Slow imports follow after the command line is parsed.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command: 0, or 1 with the reason on stderr."""
+    """Run the command: returns 0, or 1 with the reason on stderr."""
     try:
         if not args.checkpoint.is_dir():
             raise ValueError(
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         job = read_job(args.checkpoint, args.train_flags, args.sets or [])
         with exiting_on_sigterm():
             results = evaluate(job, num_engines=args.engines, dtype=args.dtype, log=args.log)
-    except (OSError, ValueError, RuntimeError) as error:  # an engine's error is the last
+    except (OSError, ValueError, RuntimeError) as error:  # `EngineError` is a RuntimeError
         print(f"grpo eval: {error}", file=sys.stderr)
         return 1
     (print_json if args.json else print_table)(job, results)

@@ -1,7 +1,7 @@
-"""Sampling and scoring of evaluation sets by engines that hold a saved model: batch by batch as the run does it.
+"""Sampling and scoring of evaluation sets by engines with a saved model, batch by batch as in the run.
 
-The order of prompts, the seed of each completion and the rows of a reward function's call are those of a run's
-evaluation at the checkpoint's step, so that its figures come out again, up to how engines add up in other batches.
+The order of prompts, the seed of each completion and the rows of a reward function's call equal those of the run's
+evaluation at the checkpoint's step, so that its figures are reproduced, up to rounding in other batches of the engines.
 """
 
 import asyncio
@@ -44,17 +44,17 @@ from grpo.weights.engine_args import transfer_args
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetResult:
-    """What came of one evaluation set."""
+    """Result of one evaluation set."""
 
     name: str | None
     num_prompts: int
     num_completions: int
     num_refused: int
-    """Completions whose prompts no engine took; they count as wrong."""
+    """Refused completions; they count as wrong."""
     mean_length: float
-    """Tokens of a completion."""
+    """Mean number of tokens of a completion."""
     clipped_ratio: float
-    """Share of completions that were cut at their longest."""
+    """Share of completions cut at the length limit."""
     seconds: float
     metrics: Mapping[str, float]
     """`pass@k` and `avg@n`, see `Passes.metrics`."""
@@ -69,18 +69,18 @@ class _EvaluatedPart:
     """A batch of the run's evaluation."""
 
     rows: list[dict[str, Any]]
-    """Each prompt as often as it is sampled."""
+    """Rows with each prompt repeated once per sample."""
     prompt_ids: list[list[int]]
     batch: Batch
 
 
 def evaluate(job: EvaluationJob, *, num_engines: int | None, dtype: str | None, log: Path | None) -> list[SetResult]:
-    """Evaluate the sets that are asked for, in their order.
+    """Evaluate the requested sets, in order.
 
     Args:
-        num_engines: of this machine; None: as many as its GPUs make, and one on CPUs.
-        dtype: of the engines, as vLLM names it; None: the run's.
-        log: what engines print; None: beside the checkpoint.
+        num_engines: on this machine; None: as many as its GPUs allow, and one on CPUs.
+        dtype: of the engines, by vLLM's name; None: the run's.
+        log: file for the engines' output; None: beside the checkpoint.
 
     Raises:
         EngineError: an engine did not start, or died.
@@ -92,7 +92,8 @@ def evaluate(job: EvaluationJob, *, num_engines: int | None, dtype: str | None, 
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
         place = _place(args, num_engines)
         described, _ = describe_model(str(model), args, None, place)
-        transfer = transfer_args(choose_backend("auto", has_gpus=bool(place.devices)))  # which never comes
+        # without effect: no weight sync follows
+        transfer = transfer_args(choose_backend("auto", has_gpus=bool(place.devices)))
         settings = engine_args(args, described, place) | transfer | {"load_format": "auto"}
         spec = EngineSpec(engine_args=settings | ({"dtype": dtype} if dtype else {}), sampling=sampling_settings(args))
         pool = _start(
@@ -102,7 +103,7 @@ def evaluate(job: EvaluationJob, *, num_engines: int | None, dtype: str | None, 
 
 
 def _servable(checkpoint: Path, ends: ExitStack) -> Path:
-    """A folder that vLLM can load: the checkpoint itself, or what `grpo export` makes of it."""
+    """Return a folder vLLM can load: the checkpoint itself, or an export of it."""
     if (checkpoint / "config.json").exists() and [*checkpoint.glob("model*.safetensors")]:
         return checkpoint
     folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix=".eval-", dir=checkpoint.parent)))
@@ -136,7 +137,7 @@ def _place(args: GRPOConfig, num_engines: int | None) -> NodeTopology:
 
 
 def _ends(model: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a completion, as TRL counts them (1.16)."""
+    """End tokens of a completion, as in TRL (1.16)."""
     try:
         found = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:
@@ -185,7 +186,7 @@ def _evaluate_sets(job: EvaluationJob, pool: EnginePool, tokenizer: Any) -> list
 
 
 def _batches(job: EvaluationJob, rows: Any) -> Iterator[list[dict[str, Any]]]:
-    """As TRL's sampler and accelerate deal them out (1.16, 1.15), without what fills up the last one."""
+    """Yield batches as dealt by TRL's sampler and accelerate (1.16, 1.15), without the padding of the last one."""
     args = job.arguments.training
     num_generations = args.num_generations_eval or args.num_generations
     order = [*RepeatSampler(rows, mini_repeat_count=num_generations, seed=args.seed)]
@@ -242,7 +243,7 @@ def _evaluate_set(
 def _scored(
     job: EvaluationJob, part: _EvaluatedPart, token_ids: Sequence[list[int]], refused: Sequence[bool], tokenizer: Any
 ) -> np.ndarray:
-    """[rows, functions] float64, by calls with the rows of a rank each; NaN: no reward."""
+    """Score a batch, [rows, functions] float64, in calls with one rank's rows each; NaN: no reward."""
     size = job.arguments.training.per_device_eval_batch_size
     rewards = np.full((len(part.rows), len(job.reward_funcs)), np.nan)
     for begin in range(0, len(part.rows), size):
@@ -267,7 +268,7 @@ def _scored(
 def _decoded(
     prompts: Sequence[Any], prompt_ids: Sequence[list[int]], token_ids: Sequence[list[int]], tokenizer: Any
 ) -> list[Any]:
-    """Completions as TRL gives them to reward functions (1.16, `_generate`)."""
+    """Decode completions as TRL does for reward functions (1.16, `_generate`)."""
     if not is_conversational({"prompt": prompts[0]}):
         return tokenizer.batch_decode(token_ids, skip_special_tokens=True)
     if getattr(tokenizer, "response_template", None) is None and getattr(tokenizer, "response_schema", None) is None:

@@ -1,4 +1,4 @@
-"""What is evaluated: a checkpoint, the settings of its run, and the evaluation sets in the order of the run."""
+"""Input of an evaluation: a checkpoint, the settings of its run, and the evaluation sets in the run's order."""
 
 import re
 from collections.abc import Sequence
@@ -21,26 +21,26 @@ _SCRIPT = "train.py"  # the recipe, in the package or beside it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationJob:
-    """A saved model, and what it is asked."""
+    """A saved model, and the sets to evaluate."""
 
     checkpoint: Path
     step: int
-    """Optimizer steps of the model; seeds follow from it, as in the run."""
+    """Optimizer steps of the model; determines seeds, as in the run."""
     ranks: int
-    """Of the run: its batches are those of so many."""
+    """Number of ranks of the run; determines its batches."""
     arguments: Arguments
     sets: dict[str | None, Any]
-    """Rows by the set's name, in the run's order; one set without a name has None."""
+    """Rows by the set's name, in the run's order; a single set without a name has None."""
     asked: frozenset[str | None]
-    """The names of those to evaluate; seeds depend on the others, too."""
+    """Names of the sets to evaluate; seeds depend on the others too."""
     reward_funcs: list[Any]
 
 
 def read_job(checkpoint: Path, flags: Sequence[str], sets: Sequence[str]) -> EvaluationJob:
-    """Settings are the flags over those of the last attempt of the run that the checkpoint lies in.
+    """Read settings: flags override those of the last attempt of the checkpoint's run.
 
     Raises:
-        ValueError: they cannot be read, or ask for what cannot be done without a trainer.
+        ValueError: they cannot be read, or need a trainer.
     """
     found, attempt = _OF_ATTEMPT.fullmatch(checkpoint.resolve().name), _last_attempt(checkpoint.resolve().parent)
     command = [str(word) for word in attempt.get("command", [])]
@@ -105,7 +105,7 @@ def _check(arguments: Arguments) -> None:
 def _rows_of(arguments: Arguments) -> Any:
     if arguments.is_demo:
         return demo_dataset("test")
-    arguments.training.eval_strategy = "steps"  # whether or not the run has evaluated
+    arguments.training.eval_strategy = "steps"  # even if the run did not evaluate
     rows = load_evaluation(arguments, load_data(arguments))
     for part in rows.values() if isinstance(rows, dict) else [rows]:
         if not hasattr(part, "__len__"):

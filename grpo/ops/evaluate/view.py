@@ -1,4 +1,4 @@
-"""An evaluation as one line and a table, or as JSON."""
+"""Display of an evaluation: one line and a table, or JSON."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from grpo.ops.evaluate.job import EvaluationJob
 
 
 def print_table(job: EvaluationJob, results: Sequence[SetResult]) -> None:
-    """The line has the first figure of each set, pass@1 as a rule; the table has a column for each."""
+    """Print a line with the first figure of each set, usually pass@1, and a table with a column for each."""
     said = ", ".join(
         f"{each.title} {name} {value:.3f}" for each in results for name, value in [*each.metrics.items()][:1]
     )
@@ -34,7 +34,7 @@ def print_table(job: EvaluationJob, results: Sequence[SetResult]) -> None:
 
 
 def print_json(job: EvaluationJob, results: Sequence[SetResult]) -> None:
-    """Metrics under the names that the run gives them."""
+    """Print JSON, with metrics under the run's names."""
     sets = []
     for each in results:
         prefix = f"eval_{each.name}_" if each.name else "eval_"

@@ -1,4 +1,4 @@
-"""An adapter in a checkpoint: as it stands, in PEFT's own layout, or merged into the base that it was trained on."""
+"""Export of an adapter: unchanged, in PEFT's own layout, or merged into its base."""
 
 import json
 import shutil
@@ -22,13 +22,13 @@ def has_adapter(checkpoint: Path) -> bool:
 
 
 def export_adapter(checkpoint: Path, out: Path, options: Options) -> tuple[WeightsSummary, str]:
-    """What `PeftModel.from_pretrained` and `vllm serve --lora-modules` read; with `merge` a plain folder.
+    """Write the files for `PeftModel.from_pretrained` and `vllm serve --lora-modules`; with `merge` a plain folder.
 
     Returns:
-        What it holds, and what that was read from.
+        A summary of the weights, and their origin.
 
     Raises:
-        ValueError: the weights cannot be read, or as `merge_adapter`; or an option is for a merged model alone.
+        ValueError: the weights cannot be read, or as `merge_adapter`; or an option requires `merge`.
     """
     summary = _look_at(checkpoint / ADAPTER_WEIGHTS)
     if options.merge:
@@ -43,11 +43,11 @@ def export_adapter(checkpoint: Path, out: Path, options: Options) -> tuple[Weigh
 
 
 def merge_adapter(checkpoint: Path, out: Path, options: Options) -> WeightsSummary:
-    """The base with the adapter in its weights, as a plain folder. PEFT merges, on the CPU.
+    """Write the base with the adapter merged, as a plain folder. PEFT merges, on the CPU.
 
     Raises:
-        ValueError: there is no such base, the adapter is not for it, or memory does not suffice.
-        OSError: the disk does not suffice.
+        ValueError: there is no such base, the adapter does not fit it, or memory is too small.
+        OSError: the disk is too small.
     """
     from peft import PeftModel
 
@@ -61,7 +61,7 @@ def merge_adapter(checkpoint: Path, out: Path, options: Options) -> WeightsSumma
     }
     try:
         settings = AutoConfig.from_pretrained(base, **named)
-        dtype = options.dtype or settings.dtype  # None: that of the weights, which a configuration need not name
+        dtype = options.dtype or settings.dtype  # None: the weights' own dtype, which a configuration need not name
         empty = model_without_weights(settings, trust_remote_code=options.trust_remote_code)
         num_bytes = empty.num_parameters() * (dtype or torch.bfloat16).itemsize
     except (OSError, ValueError) as error:

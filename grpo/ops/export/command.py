@@ -1,6 +1,6 @@
 """`grpo export CHECKPOINT OUT`: a checkpoint as a plain Hugging Face folder, or its adapter as a PEFT folder.
 
-What takes seconds to import comes behind the command line.
+Slow imports follow after the command line is parsed.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command: 0, or 1 with the reason on stderr."""
+    """Run the command: returns 0, or 1 with the reason on stderr."""
     try:
         check_is_checkpoint(args.checkpoint)
 

@@ -1,6 +1,6 @@
-"""A checkpoint, written as a plain Hugging Face folder: the checks, and the weights under their names.
+"""Export of a checkpoint as a plain Hugging Face folder: the checks, and the weights under their names.
 
-DeepSpeed's own converter puts partitions together, and the model class's own `save_pretrained` writes the folder.
+DeepSpeed's own converter merges partitions, and the model class's own `save_pretrained` writes the folder.
 """
 
 import os
@@ -24,35 +24,35 @@ from grpo.weights.names import some
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written."""
+    """Summary of an export."""
 
     num_files: int
-    """Files of weights."""
+    """Number of weight files."""
     num_bytes: int
-    """Of the weights."""
+    """Size of the weights."""
     dtypes: tuple[str, ...]
-    """Of the weights, without `torch.`."""
+    """Dtypes of the weights, without `torch.`."""
     origin: str
-    """What they were read from."""
+    """Source of the weights."""
     notes: tuple[str, ...]
-    """What the user should know."""
+    """Notes for the user."""
 
 
 def export(checkpoint: Path, out: Path, options: Options) -> Exported:
-    """Write `checkpoint` as `out`, which appears whole or not at all.
+    """Write `checkpoint` to `out`, atomically.
 
-    Needs no accelerator. Host memory: the whole model in the dtype that is written, and beside it one parameter in
-    float32 while ZeRO-3's partitions are put together, and fused gate and up projections a second time while
-    transformers takes them apart; next to nothing for safetensors whose dtype stays. It is written into a hidden folder
-    beside `out` first; only SIGKILL leaves that behind.
+    Needs no accelerator. Host memory: the whole model in the written dtype, plus one parameter in float32 while
+    ZeRO-3's partitions are merged, and a second copy of fused gate and up projections while transformers splits them;
+    almost none for safetensors in an unchanged dtype. A hidden folder beside `out` is written first; only SIGKILL
+    leaves it behind.
 
     Args:
-        checkpoint: as transformers' Trainer writes it with ZeRO-3, ZeRO-2, DDP or one process. DeepSpeed's files are
+        checkpoint: written by transformers' Trainer with ZeRO-3, ZeRO-2, DDP or one process. DeepSpeed's files are
             pickles: one that could run code is refused.
 
     Raises:
-        ValueError: `checkpoint` is not a whole checkpoint, `out` is not free, or memory does not suffice.
-        OSError: the disk does not suffice, or a file cannot be read or written.
+        ValueError: `checkpoint` is not a complete checkpoint, `out` is not free, or memory is too small.
+        OSError: the disk is too small, or a file cannot be read or written.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed is imported to read its files, and computes nothing
     out = out.resolve()
@@ -84,9 +84,9 @@ def export(checkpoint: Path, out: Path, options: Options) -> Exported:
 def export_model(checkpoint: Path, stored: StoredWeights, out: Path, options: Options) -> WeightsSummary:
     """Write the model of `stored`."""
     model = described_model(checkpoint, options.dtype, trust_remote_code=options.trust_remote_code)
-    # What `save_pretrained` has written keeps its dtypes, which need not be the same for all tensors.
+    # Weights written by `save_pretrained` keep their dtypes, which may differ between tensors.
     weights = read_weights(model, stored, None if stored.as_saved and options.dtype is None else model.dtype, out)
-    summary = summary_of(weights.values())  # before they are written: each is let go then
+    summary = summary_of(weights.values())  # before they are written: writing releases each of them
     with writing(checkpoint, out, options) as partial:
         model.save_pretrained(
             partial,
@@ -98,7 +98,7 @@ def export_model(checkpoint: Path, stored: StoredWeights, out: Path, options: Op
 
 
 def described_model(checkpoint: Path, dtype: torch.dtype | None, *, trust_remote_code: bool) -> PreTrainedModel:
-    """The model on the meta device, with the configurations that are in `checkpoint`.
+    """Make the model on the meta device, from the configurations in `checkpoint`.
 
     Raises:
         ValueError: config.json names no dtype, and none is given.
@@ -116,19 +116,19 @@ def described_model(checkpoint: Path, dtype: torch.dtype | None, *, trust_remote
 def read_weights(
     model: PreTrainedModel, stored: StoredWeights, dtype: torch.dtype | None, out: Path
 ) -> dict[str, torch.Tensor]:
-    """What `model.save_pretrained` takes as `state_dict`, under the names of `stored`; a tied weight comes once.
+    """Return the `state_dict` for `model.save_pretrained`, under the names of `stored`; a tied weight appears once.
 
     Args:
         model: on the meta device.
-        dtype: of floating-point tensors; None: as they are stored.
-        out: on the disk that has to hold them.
+        dtype: of floating-point tensors; None: unchanged.
+        out: on the output disk.
 
     Raises:
-        ValueError: `stored` is not this model, or memory does not suffice.
-        OSError: the disk does not suffice.
+        ValueError: `stored` is not this model, or memory is too small.
+        OSError: the disk is too small.
     """
     expected = remove_tied_weights_from_state_dict(dict(model.state_dict()), model)
-    aliases = model.state_dict().keys() - expected.keys()  # DeepSpeed's whole copies make a tied weight two tensors
+    aliases = model.state_dict().keys() - expected.keys()  # DeepSpeed's full copies turn a tied weight into two tensors
     weights = {name: tensor for name, tensor in stored.tensors.items() if name not in aliases}
     check_weights(model, expected, weights, as_saved=stored.as_saved)
     dtypes, total_bytes, memory_bytes = {}, 0, 0
@@ -146,13 +146,13 @@ def read_weights(
 
 
 def check_checkpoint(checkpoint: Path, *, allow_incomplete: bool) -> tuple[CompleteRecord | None, list[str]]:
-    """Refuse what is no complete checkpoint of a whole model.
+    """Refuse anything but a complete checkpoint of a whole model.
 
     Returns:
         Its record, if it is complete, and notes for the user.
 
     Raises:
-        ValueError: says what it is, and what to give instead.
+        ValueError: describes the folder, and names a valid input.
     """
     if not has_adapter(checkpoint) and not (checkpoint / "config.json").exists():
         raise ValueError(
@@ -175,9 +175,9 @@ def check_checkpoint(checkpoint: Path, *, allow_incomplete: bool) -> tuple[Compl
 
 
 def check_weights(model: PreTrainedModel, expected: dict[str, Any], found: dict[str, Any], *, as_saved: bool) -> None:
-    """Raises ValueError unless `found` are the weights of `model`, which are `expected`."""
+    """Raise ValueError unless `found` are the weights of `model`, described by `expected`."""
     if as_saved:
-        # Under names that may be older than this transformers, and stay: only the sum can be compared.
+        # Stored names may be older than this transformers, and are kept: only the total can be compared.
         wanted_elements, elements = (sum(t.shape.numel() for t in part.values()) for part in (expected, found))
         problem = f"has {elements} elements of weights, not {wanted_elements}" if elements != wanted_elements else ""
     else:
@@ -193,7 +193,7 @@ def check_weights(model: PreTrainedModel, expected: dict[str, Any], found: dict[
 
 
 def check_shard_size(max_shard_size: int | str) -> None:
-    """Raises ValueError when it is no size."""
+    """Raise ValueError if it is not a size."""
     try:
         split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
     except ValueError as error:

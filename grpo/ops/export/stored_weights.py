@@ -1,7 +1,7 @@
-"""The weights in a checkpoint, left on disk until they are read: safetensors, or what DeepSpeed wrote.
+"""Weights in a checkpoint, left on disk until they are read: safetensors, or DeepSpeed's files.
 
-DeepSpeed's own `get_fp32_state_dict_from_zero_checkpoint` puts ZeRO-3's partitions together. Its ZeRO-2 counterpart
-concatenates the whole model (0.19): there the model's own copy is read instead, which DeepSpeed saves whole.
+DeepSpeed's own `get_fp32_state_dict_from_zero_checkpoint` merges ZeRO-3's partitions. Its ZeRO-2 counterpart
+concatenates the whole model (0.19); for ZeRO-2 the model's own full copy, saved by DeepSpeed, is read instead.
 """
 
 import contextlib
@@ -22,26 +22,25 @@ class StoredWeights:
     """All weights of one checkpoint."""
 
     tensors: dict[str, Any]
-    """By name, with `shape` and `dtype` as stored (float32 for ZeRO-3's master weights): tensors that are mapped from
-    their files, or DeepSpeed's stand-ins, which `contiguous()` reads. A tied weight may come under each of its names.
-    """
+    """Tensors by name, with `shape` and `dtype` as stored (float32 for ZeRO-3's master weights): mapped from their
+    files, or DeepSpeed's lazy tensors, read by `contiguous()`. A tied weight may appear under each of its names."""
     as_saved: bool
-    """True when the names are those that `save_pretrained` writes; False when they are those of the module's
-    parameters, where transformers 5 holds experts fused."""
+    """True for names as written by `save_pretrained`; False for the module's parameter names, where transformers 5 has
+    fused experts."""
     origin: str
-    """For messages."""
+    """Text for messages."""
     files: tuple[Path, ...]
-    """From which they are read."""
+    """Files they are read from."""
 
 
 def open_weights(checkpoint: Path, *, masters: bool) -> StoredWeights:
-    """Find the weights in `checkpoint`. Values are not read yet, but for parameters that ZeRO-3 held frozen.
+    """Find the weights in `checkpoint`. Values are not read yet, except parameters frozen under ZeRO-3.
 
     Args:
         masters: prefer ZeRO-3's float32 master weights to safetensors in the model's dtype.
 
     Raises:
-        ValueError: there are none, they cannot be read, or they hold what could run code.
+        ValueError: there are none, they cannot be read, or they could run code.
     """
     files = sorted(checkpoint.glob("model*.safetensors"))
     tag = _deepspeed_folder(checkpoint)
@@ -81,6 +80,6 @@ def _deepspeed_folder(checkpoint: Path) -> Path | None:
 def _partitioned(checkpoint: Path) -> dict[str, Any]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    # It prints, and draws progress bars, while it reads what is beside the partitions.
+    # It prints, and draws progress bars, while it reads other files than the partitions.
     with weights_only(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), lazy_mode=True)

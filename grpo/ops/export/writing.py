@@ -1,4 +1,4 @@
-"""Options of an export, and the folder that it writes."""
+"""Options of an export, and its output folder."""
 
 import contextlib
 import shutil
@@ -19,40 +19,39 @@ DEFAULT_SHARD_SIZE = "50GB"  # save_pretrained's own
 
 
 class WeightsSummary(NamedTuple):
-    """What an export holds."""
+    """Size and dtypes of exported weights."""
 
     num_bytes: int
     dtypes: tuple[str, ...]
-    """Without `torch.`."""
+    """Names without `torch.`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a checkpoint is exported."""
+    """Options of an export."""
 
     dtype: torch.dtype | None = None
-    """None: the one that the model was trained in, which config.json in the checkpoint names; of an adapter's base its
-    own."""
+    """Dtype to write. None: the training dtype, from the checkpoint's config.json; for an adapter's base its own."""
     max_shard_size: int | str = DEFAULT_SHARD_SIZE
     allow_incomplete: bool = False
     trust_remote_code: bool = False
     merge: bool = False
-    """Of a LoRA run the base with the adapter in it, in place of the adapter."""
+    """Merge the adapter of a LoRA run into its base."""
     base: str | None = None
-    """Where that base is, a folder or a hub id, if not the one that the adapter names."""
+    """Path of the base, a folder or a Hub id, if not the one named by the adapter."""
 
 
 def check_space(out: Path, *, total_bytes: int, memory_bytes: int) -> None:
-    """Refuse what the disk (OSError), or the host's memory (ValueError), cannot hold."""
+    """Refuse weights too large for the disk (OSError) or the host's memory (ValueError)."""
     check_disk(out, total_bytes, what="the weights take", option="an OUT")
     check_memory(memory_bytes)
 
 
 @contextlib.contextmanager
 def writing(checkpoint: Path, out: Path, options: Options) -> Iterator[Path]:
-    """The folder to write weights into: it becomes `out`, whole, with the tokenizer of `checkpoint`.
+    """Yield the folder for weights; it becomes `out` atomically, with the tokenizer of `checkpoint`.
 
-    Its weights can be read by all who can read what is beside them: safetensors lets only their owner (0.8).
+    Weights are readable by everyone who can read the other files: safetensors allows only the owner (0.8).
     """
     with appearing_whole(out) as partial:
         yield partial

@@ -28,7 +28,7 @@ class ScriptArguments:
     data: str | None = field(default=None, metadata={"help": "JSON lines with `question` and `answer`"})
 
 
-# What holds unless a YAML file or a flag says otherwise. A step trains on num_processes x per_device_train_batch_size x
+# Defaults, overridden by a YAML file or a flag. A step trains on num_processes x per_device_train_batch_size x
 # gradient_accumulation_steps completions, num_generations of each prompt: `grpo plan` shows the arithmetic.
 DEFAULTS = {
     "output_dir": "runs/train",
@@ -41,12 +41,12 @@ DEFAULTS = {
     "max_steps": 200,
     "save_steps": 50,
     "logging_steps": 1,
-    "report_to": "none",  # or tensorboard, trackio, wandb, each to be installed; metrics.jsonl is written in any case
+    "report_to": "none",  # or tensorboard, trackio, wandb, each to be installed; metrics.jsonl is always written
 }
 
 
 def training_data(file: str | None) -> Dataset:
-    """The column `prompt`, a text or a conversation; every other column goes to the reward by its name."""
+    """The column `prompt`, a text or messages; the reward gets every other column by its name."""
     if file is not None:
         rows = load_dataset("json", data_files=file, split="train")  # or a data set of the hub: load_dataset(NAME)
     else:
@@ -74,7 +74,7 @@ def reward(completions, answer, **_) -> list[float]:
 def main() -> None:
     parser = TrlParser(
         (ScriptArguments, GRPOConfig),
-        allow_abbrev=False,  # a flag that is cut off is a mistake, and no other one
+        allow_abbrev=False,  # an abbreviated flag is an error
         usage="train.py [--config FILE.yaml] [--OPTION VALUE ...]",
         epilog="One screen of it: --help | grep -A3 -e --model -e --data -e learning_rate; all of it: --help | less",
     )
@@ -82,7 +82,7 @@ def main() -> None:
     script, training = parser.parse_args_and_config()
     trainer = GRPOTrainer(
         model=script.model,
-        reward_funcs=reward,  # or a list of them, which add up
+        reward_funcs=reward,  # or a list of them; rewards are added up
         args=training,
         train_dataset=training_data(script.data),
     )

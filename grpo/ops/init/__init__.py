@@ -1,6 +1,5 @@
-"""`grpo init`: a folder of one's own to train from. `files/` is what it may write: a script, and links to configs/ and
-launch/, which a wheel holds as files.
+"""`grpo init`: a user's own folder to train from. `files/` has its contents: a script, and links to configs/ and
+launch/, which a wheel has as files.
 
-The command line alone imports it.
-It imports no other package.
+Only the command line imports it; it imports no other package.
 """

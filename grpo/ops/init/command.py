@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 FILES = Path(__file__).parents[1] / "files"
-# "train": recipes for the project's own script; this folder's script has its settings in itself.
+# "train": recipes for the project's own script; this folder's script contains its settings.
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "train")
 SHOWN = 5
 
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command: 0, or 1 with the reason on stderr."""
+    """Run the command: returns 0, or 1 with the reason on stderr."""
     try:
         written = init(args.folder)
     except (OSError, ValueError) as error:
@@ -36,13 +36,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def init(folder: Path) -> list[str]:
-    """Write the files into `folder`, which is made where it is missing.
+    """Write the files into `folder`, created if missing.
 
     Returns:
-        What is in `folder` now, folders with a slash.
+        Contents of `folder`, folders with a slash.
 
     Raises:
-        ValueError: `folder` is not a folder, or holds something.
+        ValueError: `folder` is not a folder, or not empty.
         OSError: it cannot be written.
     """
     if folder.exists() and not folder.is_dir():

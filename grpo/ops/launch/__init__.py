@@ -1,5 +1,5 @@
-"""`grpo launch`: the same line on every node becomes `accelerate launch` or `torchrun` with everything filled in.
+"""`grpo launch`: the same line on every node becomes `accelerate launch` or `torchrun` with all arguments filled in.
 
-Only the command line and the scripts in launch/ use it. It may import `ops.rendezvous`, `record`, `place`, and of
-`engine` the early start of a host. It must not know what the script trains: weights, rewards, TRL.
+Only the command line and the scripts in launch/ use it. It may import `ops.rendezvous`, `record`, `place`, and from
+`engine` the early start of a host. It must not know the script's subject: weights, rewards, TRL.
 """

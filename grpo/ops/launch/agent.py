@@ -1,7 +1,7 @@
-"""This node's launcher, run in this process: accelerate's or torchrun's own code, its signals and its noise.
+"""This node's launcher, run in this process: accelerate's or torchrun's own code, its signals and its logs.
 
-In this process, because torchrun's summary of a failure (45 lines at two ranks) can only here be left out where the
-ranks have told what is wrong.
+Running in this process allows dropping torchrun's summary of a failure (45 lines at two ranks) if the ranks have
+already explained it.
 """
 
 import json
@@ -16,23 +16,23 @@ from dataclasses import dataclass
 
 from grpo.place.launch import LINE_VARIABLE
 
-# torchrun takes the signals that it passes on to its ranks; SIGINT and SIGUSR1 are taken here.
+# torchrun handles the signals it forwards to its ranks; SIGINT and SIGUSR1 are handled here.
 PASSED_ON = "SIGTERM,SIGHUP,SIGQUIT"
-# The nodes have just met. Until all launchers are there no signal is heard, for a store is waited for in C++ (2.13).
+# The nodes have just met. Until all launchers are there no signal is handled: the store wait is in C++ (2.13).
 RENDEZVOUS = "timeout=120"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How this node's launcher has ended."""
+    """End of this node's launcher."""
 
     has_succeeded: bool
     rank: int | None = None
-    """The one that failed first, of those on this node."""
+    """First failed rank on this node."""
     is_interrupted: bool = False
-    """Whether a person has ended it, by SIGINT."""
+    """True if a person ended it, by SIGINT."""
     is_terminated: bool = False
-    """Whether a SIGTERM has."""
+    """True if a SIGTERM ended it."""
 
 
 def run_launcher(
@@ -43,13 +43,14 @@ def run_launcher(
     is_asked_already: bool = False,
     accelerates: Sequence[str] = (),
 ) -> Ending:
-    """Runs `line` (accelerate's or torchrun's) to its end. From the main thread.
+    """Run `line` (accelerate's or torchrun's) to its end. From the main thread.
 
     Args:
-        accelerates: the line in whose place torchrun's is run: ranks read there what its file asks for.
-        ask_to_stop: on SIGINT and SIGUSR1: asks the ranks to checkpoint and end; False where nobody would hear it.
-        is_reported: whether the ranks have said in a few lines what is wrong.
-        is_asked_already: whether a SIGUSR1 came before: it is passed on when somebody hears it.
+        accelerates: accelerate's line, replaced by torchrun's: ranks read its file's settings there.
+        ask_to_stop: called on SIGINT and SIGUSR1: asks the ranks to checkpoint and end; False if no trainer would read
+            it.
+        is_reported: returns True if the ranks have explained the failure in a few lines.
+        is_asked_already: a SIGUSR1 came before: it is passed on once a trainer can read it.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -70,7 +71,7 @@ def run_launcher(
             print(f"[grpo] ended by {error.sigval.name}", file=sys.stderr, flush=True)
             interrupted = error.sigval == signal.SIGINT
             return Ending(has_succeeded=False, is_interrupted=interrupted, is_terminated=not interrupted)
-        except Exception as error:  # noqa: BLE001  the edge of the launcher's code: a lost node, a port that is taken
+        except Exception as error:  # noqa: BLE001  the edge of the launcher's code: a lost node, a port in use
             why = (str(error).strip().splitlines() or [""])[0]
             print(f"[grpo] the launcher failed: {type(error).__name__}: {why}", file=sys.stderr, flush=True)
             return Ending(has_succeeded=False)
@@ -89,22 +90,23 @@ def _launch(line: Sequence[str]) -> None:
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     arguments = launch_command_parser().parse_args(words[1:])
-    # accelerate hands torchrun what has the name of one of its options (1.15).
+    # accelerate passes variables named like torchrun's options on to it (1.15).
     arguments.signals_to_handle, arguments.rdzv_conf = PASSED_ON, RENDEZVOUS
     launch_command(arguments)
 
 
 def _is_farewell(record: logging.LogRecord) -> bool:
-    """Whether torchrun only could not read that the other nodes are done, too: the first node's launcher, which has the
-    store, may be gone by then (torch 2.13)."""
+    """True for torchrun's harmless warning at the exit barrier: the first node's launcher, which has the store, may be
+    gone by then (torch 2.13)."""
     return record.getMessage().startswith("Error waiting on exit barrier")
 
 
 @contextmanager
 def _signals(ask_to_stop: Callable[[], bool], is_asked_already: bool) -> Iterator[None]:
-    """The first SIGINT or SIGUSR1 asks the ranks to stop; a second SIGINT, or one that nobody hears, ends them.
+    """Handle signals in a `with` block: the first SIGINT or SIGUSR1 asks the ranks to stop; a second SIGINT, or one
+    without a trainer, ends them.
 
-    A SIGUSR1 that nobody hears yet waits for a trainer: it may be the only notice that a scheduler gives.
+    A SIGUSR1 without a trainer waits for one: it may be the scheduler's only notice.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -143,12 +145,12 @@ def _signals(ask_to_stop: Callable[[], bool], is_asked_already: bool) -> Iterato
 
 @contextmanager
 def _held_back() -> Iterator[list[logging.LogRecord]]:
-    """Holds back what torchrun logs; what is in the list at the end is logged then."""
+    """Hold back torchrun's log records; those left in the list at the end are logged then."""
     held: list[logging.LogRecord] = []
 
     def hold(record: logging.LogRecord) -> bool:
         if record.name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
-            # It says in five lines that it sets OMP_NUM_THREADS to 1. Every handler asks about the same record.
+            # Five lines about setting OMP_NUM_THREADS to 1. Every handler filters the same record.
             if record not in held and "OMP_NUM_THREADS" not in record.getMessage():
                 held.append(record)
             return False

@@ -1,4 +1,4 @@
-"""What the nodes of a job tell each other before any launcher runs, and what they then all do."""
+"""Agreement of a job's nodes before any launcher runs: their reports, and the common decision."""
 
 import hashlib
 import os
@@ -18,50 +18,50 @@ from grpo.ops.rendezvous.trouble import Trouble
 from grpo.place.devices import DeviceMistake, count_gpus
 from grpo.place.wire import Wire
 
-# Below the range from which the kernel takes ports for outgoing connections.
+# Below the kernel's range for outgoing connections.
 _PORTS = range(10000, 30000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport(Wire):
-    """What one node brings."""
+    """Report of one node."""
 
     gpus: int
-    """That torch can use; 0 for a job on CPUs."""
+    """GPUs torch can use; 0 for a job on CPUs."""
     mistake: str = ""
-    """Why this node cannot run the job; empty when it can."""
+    """Reason why this node cannot run the job; '' if it can."""
     inputs: Mapping[str, str] = field(default_factory=dict)
-    """What the job is made of, by name: the script, its arguments, its files; a digest of each."""
+    """Digests of the job's inputs, by name: the script, its arguments, its files."""
     software: Software = field(default_factory=Software)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed(Wire):
-    """What all nodes do."""
+    """Decision for all nodes."""
 
     ranks_by_node: tuple[int, ...]
     why: str
-    """Where these numbers come from."""
+    """Origin of these numbers."""
     on_gpus: bool
     port: int
-    """Of the job's process group, on the head."""
+    """Port of the job's process group, on the head."""
     started: float
-    """The head's clock when all had met: the name of this attempt."""
+    """Head's clock at the rendezvous; identifies this attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict(Wire):
-    """The head's."""
+    """Verdict of the head."""
 
     agreed: Agreed | None
-    """None when the job cannot start."""
+    """Common settings; None if the job cannot start."""
     troubles: tuple[Trouble, ...]
     kind: FailureKind = FailureKind.MACHINE
-    """Where it cannot: the user's is what differs or does not fit, and not who is late or has lost its GPUs."""
+    """Kind of a failed start: USER for differing or unfit settings, not for late nodes or lost GPUs."""
 
 
 def report(use_cpu: bool, inputs: Mapping[str, str]) -> NodeReport:
-    """This node's, without what only matters between nodes."""
+    """Make this node's report, without values that matter only between nodes."""
     try:
         return NodeReport(gpus=count_gpus(os.environ, use_cpu=use_cpu), inputs=inputs)
     except DeviceMistake as error:
@@ -69,7 +69,7 @@ def report(use_cpu: bool, inputs: Mapping[str, str]) -> NodeReport:
 
 
 def digest_of_file(path: Path) -> str:
-    """Says so where it cannot be read."""
+    """Digest of a file; a text with the error if it cannot be read."""
     try:
         return digest(path.read_bytes())
     except OSError as error:
@@ -81,7 +81,7 @@ def digest(content: bytes) -> str:
 
 
 def free_port() -> int:
-    """One that nobody on this machine listens on now."""
+    """Return a free port of this machine."""
     while True:
         port = random.choice(_PORTS)
         with socket.socket() as probe:
@@ -95,7 +95,7 @@ def free_port() -> int:
 def decide(
     place: Place, reports: Mapping[str, NodeReport], asked: Asked, *, port: int | None, absent: tuple[Trouble, ...] = ()
 ) -> Verdict:
-    """What becomes of the nodes that came; `reports` has the head first."""
+    """Decide from the nodes' reports; `reports` has the head first."""
     mistaken = {node: one.mistake for node, one in reports.items() if one.mistake}
     troubles = list(absent)
     troubles += [Trouble(nodes=(node,), message=f"{node}: {mistake}", fix="") for node, mistake in mistaken.items()]
@@ -104,7 +104,7 @@ def decide(
             troubles += found
         same = "give all nodes the same command line and the same files"
         troubles += differences({node: one.inputs for node, one in reports.items()}, same).values()
-    # One node that sees no GPU is broken, and another one would do; on all of them it is the user's mistake.
+    # A single node without GPUs is broken, and another node would work; on all nodes it is the user's error.
     agreed, may_heal = None, bool(absent) or 0 < len(mistaken) < len(reports)
     if not any(trouble.is_fatal for trouble in troubles):
         try:
@@ -125,11 +125,11 @@ def decide(
 
 
 def meet(place: Place, make_report: Callable[[], NodeReport], asked: Asked, *, port: int | None) -> Verdict:
-    """Every node of the job calls it; all get the same verdict, in at most the join timeout and the time to report.
+    """Agree on the verdict; every node of the job calls it. Takes at most the join timeout and the report timeout.
 
     Args:
-        asked: counts on the head alone, which compares the files that it comes from.
-        port: of the job's process group; None: what the scheduler has named, or a free one.
+        asked: used on the head alone, which compares the files it comes from.
+        port: of the job's process group; None: the scheduler's, or a free one.
     """
     if len(place.nodes) == 1:
         return decide(place, {place.node: make_report()}, asked, port=port)
@@ -154,6 +154,6 @@ def meet(place: Place, make_report: Callable[[], NodeReport], asked: Asked, *, p
     except ValueError as error:  # another version of this project on the other side
         fix = "install the same version on all nodes"
         return Verdict(agreed=None, troubles=(Trouble(nodes=(place.node,), message=str(error), fix=fix),))
-    # Who came twice has been reported, and ends; the others have read the verdict and go on.
+    # A duplicate process has been refused, and ends; the others have read the verdict and go on.
     warnings = tuple(replace(one, is_fatal=False) for one in late)
     return replace(verdicts[-1], troubles=(*verdicts[-1].troubles, *warnings))

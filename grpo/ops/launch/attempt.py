@@ -1,4 +1,4 @@
-"""This attempt of the job, as its launcher knows it: where its run is, how to ask it to stop, what follows its end."""
+"""This attempt of the job, for its launcher: the run's folder, stop requests, and the decision after its end."""
 
 import socket
 import time
@@ -13,25 +13,25 @@ from grpo.ops.launch.agent import Ending
 from grpo.record.files import ENDED, NOTE_VARIABLE, Entry, read_failure_note, read_run_note, stop_request
 from grpo.record.folder import record_early_failure
 
-VISIBLE_S = 180.0  # until this node sees what rank 0 has written on another: NFS keeps what it knows for 60 s
-REPORTED_S = 5.0  # the same, where this node's ranks know why they ended
+VISIBLE_S = 180.0  # until rank 0's files on another node are visible here: NFS caches for 60 s
+REPORTED_S = 5.0  # the same, if this node's ranks have noted their failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     output_dir: Path | None
-    """What the launcher was reported; None: only the trainer knows."""
+    """Folder in the launcher's options; None: only the trainer knows it."""
     notes: Path
-    """A folder of this launcher's own, in which rank 0 says where its run is."""
+    """Folder of this launcher, in which rank 0 notes the run's folder."""
     launched: float
-    """`time.time()` when this node's launcher was started, before the nodes met. Older requests are not for it."""
+    """`time.time()` at the start of this node's launcher, before the rendezvous. Older requests are ignored."""
     started: float
     """`time.time()` on the head, the same on all nodes."""
     is_head: bool
     env: Mapping[str, str]
 
     def variables(self) -> dict[str, str]:
-        """What the ranks are told of it."""
+        """Environment variables for the ranks."""
         times = {"GRPO_LAUNCHED": repr(self.launched), "GRPO_STARTED": repr(self.started)}
         return {**times, NOTE_VARIABLE: str(self._note)}
 
@@ -41,11 +41,11 @@ class Attempt:
 
     @property
     def folder(self) -> Path | None:
-        """Of the run, as this node's ranks have said; None while there is no trainer."""
+        """Folder of the run, noted by this node's ranks; None before there is a trainer."""
         return read_run_note(self._note)
 
     def ask_to_stop(self) -> bool:
-        """Leave a request to checkpoint and end, to be started again; False when no trainer is there to read it."""
+        """Write a request to checkpoint, end, and be started again; False if no trainer can read it."""
         state = self._written(wait_s=0.0, states=("running",))
         folder = self.folder or self.output_dir
         if state is None or folder is None:
@@ -57,12 +57,12 @@ class Attempt:
         return True
 
     def conclude(self, ending: Ending, *, max_crashes: int) -> tuple[int, str]:
-        """The exit code, and one line that says why. On the head it counts a crash."""
+        """Return the exit code, and a line with the reason. On the head it counts a crash."""
         if self.is_hopeless and ending.rank is not None:
             return next_attempt.FAILED, self._about()
         if ending.is_interrupted:
             return next_attempt.INTERRUPTED, "interrupted: what came after the last checkpoint is lost"
-        if self.folder is None and ending.has_succeeded:  # there was no trainer: nobody will say more
+        if self.folder is None and ending.has_succeeded:  # there was no trainer, so no state will be written
             return next_attempt.DONE, "the script has ended"
         state = self._state(wait_s=0.0 if self.is_head else VISIBLE_S)
         if state is None and ending.has_succeeded:
@@ -87,20 +87,21 @@ class Attempt:
 
     @property
     def failed(self) -> Entry | None:
-        """What this node's ranks have told of their failure."""
+        """Failure noted by this node's ranks; None without one."""
         return read_failure_note(self._note)
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether that ends the job."""
+        """True if the failure ends the job."""
         return (reported := self.failed) is not None and answer_to_end(reported) is Decision.END
 
     def is_reported(self) -> bool:
-        """Whether that was reported in a few lines."""
+        """True if the ranks have explained it in a few lines."""
         return self.is_hopeless and is_for_user((self.failed or {}).get("kind"))
 
     def _about(self) -> str:
-        """Rank 0 has told its failure itself; of another rank's its own launcher tells, unless rank 0 has one, too."""
+        """Text about the failure. Rank 0 reports its own; another rank's launcher reports its rank's, unless rank 0 has
+        one too."""
         reported = self.failed or {}
         written = self._written(wait_s=0.0 if self.is_head else REPORTED_S)
         if not reported.get("rank") or (written is not None and answer_to_end(written) is Decision.END):
@@ -110,7 +111,7 @@ class Attempt:
     def _state(self, *, wait_s: float) -> Entry | None:
         reported = self.failed
         written = self._written(wait_s=wait_s if reported is None else min(wait_s, REPORTED_S))
-        return written or reported  # rank 0 knows more, where it and its disk are there: whether a stop was asked for
+        return written or reported  # rank 0's state has more, such as stop requests, if it and its disk are there
 
     def _written(self, *, wait_s: float, states: Sequence[str] = ENDED) -> Entry | None:
         folder = self.folder or self.output_dir
@@ -130,10 +131,10 @@ def record_no_start(
     *,
     max_crashes: int,
 ) -> int:
-    """Says in `run_state.json` that this attempt has not got as far as its launcher; the exit code.
+    """Record in `run_state.json` that this attempt did not reach its launcher; returns the exit code.
 
     Args:
-        failure: for `run.json`, where it is one of a node.
+        failure: for `run.json`, if a single node failed.
     """
     started = time.time()
     record_early_failure(output_dir, {**env, "GRPO_STARTED": repr(started)}, why, kind, failure)
@@ -144,7 +145,7 @@ def record_no_start(
 
 
 def _names(env: Mapping[str, str], state: Entry | None, started: float) -> tuple[str, str]:
-    """What the job and this attempt are called where crashes are counted."""
+    """Names of the job and this attempt in the count of crashes."""
     job = env.get("GRPO_JOB") or env.get("SLURM_JOB_ID") or socket.gethostname()  # the same at every start
     attempt = env.get("GRPO_ATTEMPT") or env.get("SLURM_RESTART_COUNT") or (state and state.get("attempt"))
     return job, str(started if attempt in (None, "") else attempt)

@@ -1,7 +1,7 @@
-"""`grpo launch`: the same line on every node; the nodes meet, and each becomes its launcher.
+"""`grpo launch`: the same line on every node; after a rendezvous each becomes its node's launcher.
 
-Ends with the codes of `grpo.ops.launch.next_attempt`: 0 done, 85 start again, 1 another start would not help; 2 for a
-command line that cannot be read, 130 for one that a person has interrupted.
+Exit codes are those of `grpo.ops.launch.next_attempt`: 0 done, 85 start again, 1 a restart would not help; 2 for an
+invalid command line, 130 for an interrupt by a person.
 """
 
 import argparse
@@ -36,11 +36,11 @@ from grpo.record.provenance import command_without_secrets
 DEFAULT_PORT = 29412  # next to the doctor's, below torchrun's 29500
 JOIN_TIMEOUT_S = 120.0
 STOP_S = 600
-OWN = "-m grpo.train"  # what a person would type; it stands above this package
+OWN = "-m grpo.train"  # as a person would type it; that module is above this package
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options; what follows the script is the script's."""
+    """Add the command's options; words after the script are the script's."""
     parser.add_argument("--config_file", metavar="FILE", help="accelerate's; with --launcher torchrun DeepSpeed's")
     parser.add_argument("--launcher", choices=("accelerate", "torchrun"), default="accelerate")
     parser.add_argument(
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
+    """Run the command. Returns the exit code."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded: the store logs every wait that ends
     script = script_of(args)
     try:
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"grpo launch: {error}", file=sys.stderr)
         return 2
-    # As process 1 of a container it would not hear a SIGTERM without a handler; torchrun brings its own later.
+    # Process 1 of a container ignores SIGTERM without a handler; torchrun installs its own later.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(next_attempt.START_AGAIN))
     received: list[int] = []  # a SIGUSR1, a request to stop, waits for the trainer
     signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
@@ -140,11 +140,11 @@ def _meet_and_launch(
 
     def make_report() -> NodeReport:
         made = report(asked.wishes.use_cpu, _inputs(args, script))
-        if signal.SIGINT in received:  # an import of a library may have caught the exception: a bare `except` does
+        if signal.SIGINT in received:  # a library's import may have swallowed the exception: a bare `except` does
             raise KeyboardInterrupt
         return made
 
-    here = replace(place, started=time.monotonic())  # not before what the doctor took
+    here = replace(place, started=time.monotonic())  # excludes the doctor's time
     verdict = meet(here, make_report, asked, port=args.main_process_port)
     for trouble in verdict.troubles:
         if trouble.is_fatal or place.is_head:
@@ -155,11 +155,11 @@ def _meet_and_launch(
     at = Rendezvous(
         ranks_by_node=verdict.agreed.ranks_by_node,
         node_rank=place.nodes.index(place.node),
-        head_address=place.head_address if len(place.nodes) > 1 else "127.0.0.1",  # where the rendezvous was
+        head_address=place.head_address if len(place.nodes) > 1 else "127.0.0.1",  # address of the rendezvous
         port=verdict.agreed.port,
     )
     if not verdict.agreed.on_gpus:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or every process says that it has found no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise every process logs that it has found no GPU
         share = len(os.sched_getaffinity(0)) // (at.ranks + 1)  # one for the engine; accelerate would take all
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
     try:
@@ -175,7 +175,7 @@ def _meet_and_launch(
 
 
 def _doctor(args: argparse.Namespace, place: Place, train_flags: Sequence[str]) -> tuple[int, list[str]]:
-    """Its exit code on this node, which is that of all; and on the head the nodes that have failed."""
+    """Run the doctor; returns its exit code, the same on all nodes, and on the head the failed nodes."""
     words = ["--node-name", place.node, "--port", str(place.port), "--join-timeout", str(args.join_timeout)]
     words += ["--nodes", ",".join(place.nodes)]
     if place.head_address != place.head:
@@ -199,13 +199,14 @@ def _doctor(args: argparse.Namespace, place: Place, train_flags: Sequence[str]) 
 
 
 def _default_port(env: Mapping[str, str]) -> int:
-    """Two jobs may share a node under Slurm. Below the kernel's range for outgoing connections (32768 and up)."""
+    """Default port by Slurm's job id, since two jobs may share a node. Below the kernel's range for outgoing
+    connections (32768 and up)."""
     job = env.get("SLURM_JOB_ID", "")
     return 10000 + int(job) % 20000 if job.isdigit() else DEFAULT_PORT
 
 
 def script_of(args: argparse.Namespace) -> Script:
-    """The named one; or the package's own, where there is nothing or options alone."""
+    """Return the named script; or the package's own, if there is none or only options."""
     if args.script is None or (args.script.startswith("-") and not args.module):
         words = [args.script, *args.arguments] if args.script else args.arguments
         return Script(name=OWN.removeprefix("-m "), arguments=tuple(words), is_module=True)
@@ -221,7 +222,8 @@ def _check_script(script: Script) -> None:
 
 
 def _check_nodes(args: argparse.Namespace, place: Place, file: Mapping[str, Any]) -> None:
-    """Raises ValueError where others are meant than there are: a file for four nodes would be four jobs of one."""
+    """Raise ValueError if the file is for another number of nodes: a file for four nodes would become four jobs of
+    one."""
     found, meant = len(place.nodes), args.num_machines
     if meant not in (None, found):
         raise ValueError(
@@ -236,7 +238,7 @@ def _check_nodes(args: argparse.Namespace, place: Place, file: Mapping[str, Any]
 
 
 def _asked(args: argparse.Namespace, script: Script, file: Mapping[str, Any]) -> tuple[Asked, bool]:
-    """What the job asks for; and whether the script's own arguments could be read as those of train.py."""
+    """Return the job's settings; and True if the script's own arguments could be read as those of train.py."""
     is_readable = True
     try:
         wishes = read_wishes(script.arguments, config_file=args.config_file)
@@ -263,7 +265,7 @@ def _count(file: Mapping[str, Any], name: str, path: str) -> int | None:
 
 
 def _resumed_ranks(args: argparse.Namespace) -> int | None:
-    """Of the newest complete checkpoint, where the job goes on from that."""
+    """Number of ranks of the newest complete checkpoint, if the job resumes it; else None."""
     if args.resume != "auto" or args.output_dir is None:
         return None
     newest = args.output_dir / f"checkpoint-{next_attempt.newest_checkpoint(args.output_dir)}"
@@ -273,7 +275,7 @@ def _resumed_ranks(args: argparse.Namespace) -> int | None:
 
 
 def _inputs(args: argparse.Namespace, script: Script) -> dict[str, str]:
-    """What has to be the same on all nodes, by its name on the screen."""
+    """Digests of inputs that must be the same on all nodes, by their name on the screen."""
     from grpo.ops.launch.agreement import digest_of_file
 
     files = {} if script.is_module else {f"script {script.name}": Path(script.name)}
@@ -288,7 +290,7 @@ def _inputs(args: argparse.Namespace, script: Script) -> dict[str, str]:
 
 
 def _compared(arguments: Sequence[str]) -> str:
-    """What other nodes are told of them: of secrets, which a difference would show, a digest."""
+    """Arguments in a form for comparison between nodes: with a digest in place of secrets, so that differences show."""
     from grpo.ops.launch.agreement import digest
 
     given, shown = shlex.join(arguments), shlex.join(command_without_secrets(arguments))
@@ -321,7 +323,7 @@ def _launch(
     *,
     accelerates: Sequence[str] = (),
 ) -> int:
-    """Becomes the launcher, and says what follows its end."""
+    """Run the launcher, and print the decision after its end."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     from grpo.ops.launch.agent import run_launcher
@@ -347,9 +349,9 @@ def _launch(
                 is_asked_already=asked,
                 accelerates=accelerates,
             )
-        with contextlib.suppress(SignalException):  # torchrun's handlers stay; this node has done its part
+        with contextlib.suppress(SignalException):  # torchrun's handlers remain; this node has done its part
             outlast_head(at, ending)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows is short, and says what a scheduler is to do
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rest is short, and informs the scheduler
         tell_waiting_ranks(at, ending, attempt.failed)
         code, why = attempt.conclude(ending, max_crashes=args.max_crashes)
         if place.is_head and attempt.is_reported() and (attempt.failed or {}).get("kind") == FailureKind.MEMORY:
@@ -360,9 +362,9 @@ def _launch(
 
 
 def _prepare_environment(args: argparse.Namespace, attempt: Any) -> None:
-    """What the ranks inherit."""
+    """Set the environment for the ranks."""
     for name in [name for name in os.environ if name.startswith("PET_")]:
-        del os.environ[name]  # torchrun's defaults, behind the line's back
+        del os.environ[name]  # torchrun's defaults, not visible in the line
     os.environ |= attempt.variables()
     os.environ["PYTHONUNBUFFERED"] = "1"
     # After SIGTERM torchrun gives its ranks 30 s by default, less than a step and a checkpoint take.
@@ -378,10 +380,10 @@ def _prepare_environment(args: argparse.Namespace, attempt: Any) -> None:
 def _not_started(
     args: argparse.Namespace, place: Place, kind: FailureKind, why: str, failed: Sequence[str] = ()
 ) -> int:
-    """What follows when no launcher could be started; on the head it counts as this attempt's end.
+    """Return the exit code if no launcher could be started; on the head it counts as this attempt's end.
 
     Args:
-        failed: nodes on which the doctor did; a single one is put on record.
+        failed: nodes that failed the doctor; a single one is recorded.
     """
     if not place.is_head or args.output_dir is None:
         is_over = answer_to(kind, is_behind_first_step=False) is Decision.END

@@ -1,4 +1,4 @@
-"""Which host is to be replaced, by what `run.json` says of the last two attempts. Needs nothing but Python."""
+"""Choice of a host to replace, from the last two attempts in `run.json`. Standard library only."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,13 +7,13 @@ from grpo.faults.failure import Decision, answer_to_end
 from grpo.record.files import DAMAGED, Entry, read_attempts
 
 DOCTOR_PHASE = "doctor"
-_OF_THE_START = frozenset(("start", "process groups", "engine start"))  # nothing of a step's data is there yet
+_OF_THE_START = frozenset(("start", "process groups", "engine start"))  # no data of a step is involved yet
 
 
 def faulty_host(attempts: Sequence[Entry]) -> str:
-    """The host that two attempts in a row blame for a failure that another node may mend, or the doctor; '' for none.
+    """Host blamed by the doctor, or by two attempts in a row for a failure another node may fix; '' for none.
 
-    Two failures in the same step are taken for the run's own: there a user's bug comes back. Not those of the start.
+    Two failures in the same step count as the run's own: a user's bug recurs there. Failures at the start are exempt.
 
     Args:
         attempts: the newest last.
@@ -29,7 +29,7 @@ def faulty_host(attempts: Sequence[Entry]) -> str:
 
 
 def read_faulty_host(output_dir: Path, ended: Entry | None) -> str:
-    """As `faulty_host`, behind the attempt that has ended so; '' where its record cannot be read."""
+    """Apply `faulty_host` after the attempt that ended with `ended`; '' if its record cannot be read."""
     try:
         attempts = read_attempts(output_dir)
         is_newest = ended is not None and all(attempts[-1][name] == ended.get(name) for name in ("job", "attempt"))
@@ -39,6 +39,6 @@ def read_faulty_host(output_dir: Path, ended: Entry | None) -> str:
 
 
 def _blamed(attempt: Entry) -> str:
-    """The host that its record names; '' where another node would mend nothing."""
+    """Host named by the record; '' if another node would not help."""
     is_of_a_node = attempt["state"] == "failed" and answer_to_end(attempt) is Decision.REPLACE_NODE
     return str(attempt["failure"]["host"]) if is_of_a_node and attempt["failure"] else ""

@@ -1,4 +1,4 @@
-"""What this node's launcher owes the others at its end: word to ranks that wait for its own, and patience."""
+"""Duties of a node's launcher at its end: informing ranks that wait for its own, and waiting for the head."""
 
 import contextlib
 import os
@@ -14,17 +14,16 @@ from grpo.place.launch import host_name
 
 STORE_S = 10.0
 LOOK_S = 2.0
-LONGEST_S = 6 * 3600.0  # that a model takes to be written; by then somebody else may have the port
+LONGEST_S = 6 * 3600.0  # for a model to be written; later the port may belong to another process
 
 
 def tell_waiting_ranks(at: Rendezvous, ending: Ending, failed: dict[str, Any] | None) -> None:
-    """End what waits for a failed rank of this node before there is a watch (`agree_on_topology`).
+    """Free ranks that wait for a failed rank of this node before there is a watch (`agree_on_topology`).
 
-    Returns after `STORE_S` at the latest. On the first node there is nothing to do: the store has gone with the ranks'
-    launcher.
+    Returns after `STORE_S` at the latest. Does nothing on the first node: the store has ended with the ranks' launcher.
 
     Args:
-        failed: what this node's ranks have told of it.
+        failed: failure noted by this node's ranks.
     """
     if ending.rank is None or at.node_rank == 0:
         return
@@ -48,20 +47,20 @@ def tell_waiting_ranks(at: Rendezvous, ending: Ending, failed: dict[str, Any] | 
         store = dist.TCPStore(at.head_address, at.port, is_master=False, timeout=timeout, wait_for_workers=False)
         give_up(record, at.processes, store)
 
-    with contextlib.suppress(RuntimeError, OSError):  # the store has ended, and with it whoever waited
+    with contextlib.suppress(RuntimeError, OSError):  # the store has ended, and with it the waiting ranks
         within(STORE_S, tell)
 
 
 def outlast_head(at: Rendezvous, ending: Ending) -> None:
-    """Until the first node's launcher has ended, if this one's ranks have ended well.
+    """Wait until the first node's launcher has ended, if this one's ranks have succeeded.
 
-    Rank 0 may still write a model, for longer than a scheduler lets a job's last node go on alone (`srun --wait`), and
-    than torchrun's launchers wait for each other (300 s, torch 2.13).
+    Rank 0 may still write a model, for longer than a scheduler lets a job's last node continue alone (`srun --wait`),
+    and than torchrun's launchers wait for each other (300 s, torch 2.13).
     """
     if at.node_rank == 0 or not ending.has_succeeded:
         return
     deadline = time.monotonic() + LONGEST_S
-    with contextlib.suppress(OSError):  # nobody holds the job's store any more
+    with contextlib.suppress(OSError):  # the job's store has ended
         while time.monotonic() < deadline:
             socket.create_connection((at.head_address, at.port), timeout=STORE_S).close()
             time.sleep(LOOK_S)

@@ -1,4 +1,4 @@
-"""The command line that `grpo launch` becomes on one node: accelerate's, or torchrun's."""
+"""Command line of a node's launcher in `grpo launch`: accelerate's, or torchrun's."""
 
 import os
 import shlex
@@ -16,7 +16,7 @@ WRAPPER = "grpo.ops.launch.script"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What every rank runs."""
+    """Script of every rank."""
 
     name: str
     """A file, or with `is_module` a module."""
@@ -30,7 +30,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where this node's launcher finds the others."""
+    """Rendezvous of the launchers: ranks, this node, and the head's address."""
 
     ranks_by_node: tuple[int, ...]
     node_rank: int
@@ -43,58 +43,59 @@ class Rendezvous:
 
     @property
     def ranks(self) -> int:
-        """Of this node."""
+        """Number of ranks on this node."""
         return self.ranks_by_node[self.node_rank]
 
     @property
     def processes(self) -> int:
-        """Ranks of all nodes."""
+        """Number of ranks on all nodes."""
         return sum(self.ranks_by_node)
 
     @property
     def nodes_differ(self) -> bool:
-        """Accelerate starts `num_processes // num_machines` on every node (1.15)."""
+        """True if nodes have different numbers of ranks; accelerate starts `num_processes // num_machines` on each
+        (1.15)."""
         return len({*self.ranks_by_node}) > 1
 
 
 def own_file(*, on_gpus: bool) -> str:
-    """For a job that names none: ZeRO-3. Without a file accelerate would read the user's default one."""
+    """Default file, for ZeRO-3. Without a file accelerate would read the user's default one."""
     return str(files("grpo.ops") / "files" / "configs" / ("1node.yaml" if on_gpus else "cpu.yaml"))
 
 
 def accelerate_line(script: Script, at: Rendezvous, *, config_file: str) -> list[str]:
-    """`accelerate launch …` for this node; what it fills in goes before what the file says."""
+    """Make `accelerate launch …` for this node; its options override the file."""
     words = ["accelerate", "launch", "--config_file", config_file]
     words += ["--num_machines", str(at.num_nodes), "--num_processes", str(at.num_nodes * at.ranks)]
     words += ["--machine_rank", str(at.node_rank), "--main_process_port", str(at.port)]
     if at.num_nodes > 1:
-        # The default, pdsh, starts the other nodes by itself and over ssh.
+        # The default, pdsh, starts the other nodes itself, over ssh.
         words += ["--main_process_ip", at.head_address, "--deepspeed_multinode_launcher", "standard"]
     return [*words, *script.words]
 
 
 def torchrun_line(script: Script, at: Rendezvous) -> list[str]:
-    """`torchrun …` for this node."""
+    """Make `torchrun …` for this node."""
     words = ["torchrun", "--nnodes", str(at.num_nodes), "--nproc_per_node", str(at.ranks)]
     words += ["--node_rank", str(at.node_rank), "--master_addr", at.head_address, "--master_port", str(at.port)]
     return [*words, *script.words]
 
 
 def in_place_of(words: Sequence[str], script: Script, at: Rendezvous) -> tuple[list[str], dict[str, str]]:
-    """torchrun's line, and variables that go with it. Raises ValueError for a file that accelerate would refuse."""
+    """Return the equivalent torchrun line, and its variables. Raises ValueError for a file refused by accelerate."""
     return torchrun_line(script, at), accelerate_variables(words) if words[0] == "accelerate" else {}
 
 
 def accelerate_variables(line: Sequence[str]) -> dict[str, str]:
-    """What accelerate would have its ranks find in the environment, by its own code, of an `accelerate launch` line.
+    """Environment variables accelerate would set for its ranks, by its own code, from an `accelerate launch` line.
 
-    Not ACCELERATE_USE_CPU, by which accelerate's ranks would leave DeepSpeed out (1.15).
+    Excludes ACCELERATE_USE_CPU, which makes accelerate's ranks skip DeepSpeed (1.15).
     """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
     args, file, has_file_s_precision = _validate_launch_command(launch_command_parser().parse_args(line[2:]))
-    args.main_process_port = 0  # it takes a port that others have for a mistake, and torchrun looks at its own
+    args.main_process_port = 0  # accelerate rejects a port in use, and torchrun checks its own
     fields = [*file.deepspeed_config, *(["mixed_precision"] if has_file_s_precision else [])]
     args.deepspeed_fields_from_accelerate_config = ",".join(fields)  # as `launch_command` does
     found = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
@@ -102,7 +103,8 @@ def accelerate_variables(line: Sequence[str]) -> dict[str, str]:
 
 
 def deepspeed_variables(config_file: str) -> dict[str, str]:
-    """By which transformers takes a DeepSpeed file under torchrun; accelerate's launcher sets the same ones (1.15)."""
+    """Variables for a DeepSpeed file under torchrun, read by transformers; accelerate's launcher sets the same ones
+    (1.15)."""
     return {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": config_file,
@@ -111,7 +113,7 @@ def deepspeed_variables(config_file: str) -> dict[str, str]:
 
 
 def replaced(file: Mapping[str, Any], at: Rendezvous) -> list[str]:
-    """What the file says of machines and addresses, where this job has other values: `num_machines: 4`."""
+    """List the file's settings of machines and addresses overridden by this job: `num_machines: 4`."""
     here = {
         "num_machines": at.num_nodes,
         "num_processes": at.processes,
@@ -119,13 +121,13 @@ def replaced(file: Mapping[str, Any], at: Rendezvous) -> list[str]:
         "main_process_ip": at.head_address,
         "main_process_port": at.port,
     }
-    # The files in configs/ say in the place of a rank and an address that `grpo launch` fills them in.
+    # The files in configs/ have a text in place of ranks and addresses: `grpo launch` fills them in.
     given = {name: value for name, value in file.items() if " " not in str(value)}
     return [f"{name}: {given[name]}" for name, value in here.items() if given.get(name) not in (None, value)]
 
 
 def check_file(file: Mapping[str, Any], name: str, *, launcher: str, processes: int) -> None:
-    """Raises ValueError for a file that is the other launcher's, or that would start something else."""
+    """Raise ValueError for the other launcher's file, or one that would start something else."""
     is_accelerates = "distributed_type" in file or "compute_environment" in file
     if launcher == "torchrun" and is_accelerates:
         raise ValueError(
@@ -147,10 +149,10 @@ def check_file(file: Mapping[str, Any], name: str, *, launcher: str, processes: 
 
 
 def show(place: Place, at: Rendezvous, why: str, replaced: list[str], words: list[str]) -> None:
-    """What this node becomes, and why.
+    """Print this node's launcher, and the reasons.
 
     Args:
-        why: where the numbers of ranks come from.
+        why: origin of the numbers of ranks.
         replaced: see `replaced`.
         words: of the launcher.
     """
@@ -164,7 +166,7 @@ def show(place: Place, at: Rendezvous, why: str, replaced: list[str], words: lis
 
 
 def plan_line(config_file: str | None, script: Script, at: Rendezvous) -> str:
-    """`grpo plan` of this job; flags of a script that are no flags of train.py it names."""
+    """Make the `grpo plan` line of this job; a script's flags unknown to train.py are reported by it."""
     words = ["grpo", "plan", *(["--config_file", config_file] if config_file else [])]
     words += ["--ranks-per-node", short_list(at.ranks_by_node)] if at.nodes_differ else []
     words += [] if at.nodes_differ else ["--num_processes", str(at.processes)]

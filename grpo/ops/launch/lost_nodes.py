@@ -1,12 +1,12 @@
-"""Which nodes of a Slurm job are lost, while an attempt runs on some of them and when it has ended badly.
+"""Lost nodes of a Slurm job, while an attempt runs on some of them and after it has failed.
 
     python -m grpo.ops.launch.lost_nodes OUTPUT_DIR --job 17 --attempt 0 --srun PID --here a --nodes a,b,c,d,e --used 4
 
-In the job's batch script, beside the attempt's srun. A node is lost if Slurm cannot run `true` on it, or if the
-attempt's state names it among the silent ones: its network may be gone where Slurm still reaches it. So is one that
-runs, but is a faulty host (`grpo.ops.launch.faulty_host`): its GPU may be broken. An attempt that fails for another
-reason finds all nodes well. An srun that would wait for a lost node is ended. Prints the names of the lost nodes, one a
-line. Needs nothing but Python and srun.
+Runs in the job's batch script, beside the attempt's srun. A node is lost if Slurm cannot run `true` on it, or if the
+attempt's state lists it as silent: its network may be gone although Slurm still reaches it. A running node is lost too
+if it is a faulty host (`grpo.ops.launch.faulty_host`): its GPU may be broken. If an attempt fails for another reason,
+all nodes are well. An srun that would wait for a lost node is ended. Prints the names of lost nodes, one per line.
+Needs only Python and srun.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ SRUN_END_S = 5.0
 
 
 def silent_nodes(state: Entry | None) -> list[int]:
-    """Those, counted as `grpo launch` counts them, that the attempt's record misses."""
+    """Silent nodes in the attempt's record, by `grpo launch`'s numbers."""
     is_lost = state is not None and state["state"] == "failed" and state.get("kind") == FailureKind.NODE_LOST
     return list(state.get("nodes", ())) if state is not None and is_lost else []
 
 
 def probe(nodes: Sequence[str]) -> set[str]:
-    """Those of `nodes` on which Slurm cannot run a step of this job within `PROBE_S`."""
+    """Nodes on which Slurm cannot run a step of this job within `PROBE_S`."""
     options = ["--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0", "--gres=none", "--quiet"]
     probes = {
         node: subprocess.Popen(
@@ -61,10 +61,10 @@ def probe(nodes: Sequence[str]) -> set[str]:
 
 
 def lost_nodes(state: Entry | None, nodes: Sequence[str], *, used: int, here: str) -> list[str]:
-    """The lost ones of the job's nodes, of which the attempt runs on the first `used`.
+    """Lost nodes of the job; the attempt runs on the first `used`.
 
     Args:
-        here: this node. If Slurm runs nothing here either, it is Slurm that does not answer, and no node is lost.
+        here: this node. If Slurm cannot run anything here either, Slurm itself does not answer, and no node is lost.
     """
     lost = probe([*dict.fromkeys((*nodes, here))])
     if here in lost:
@@ -74,12 +74,12 @@ def lost_nodes(state: Entry | None, nodes: Sequence[str], *, used: int, here: st
 
 
 def watch(srun: int, state: Callable[[], Entry | None], find: Callable[[Entry | None], list[str]]) -> list[str]:
-    """The nodes that an attempt has lost; waits for the end of its srun, or ends it where it waits for a lost node.
+    """Wait for the end of an attempt's srun, and return the nodes lost; ends srun if it waits for a lost node.
 
     Args:
         srun: pid.
-        state: how the attempt has ended, None while it has not.
-        find: `lost_nodes`; called when the attempt has failed, and when srun has ended without one that has finished.
+        state: returns the attempt's end, None until then.
+        find: `lost_nodes`; called when the attempt has failed, and when srun has ended without success.
     """
     pidfd: int | None = None
     has_failed_since, has_looked = None, False

@@ -1,16 +1,16 @@
-"""What follows an attempt that has ended: nothing, another attempt, or a failure that another attempt cannot mend.
+"""Decision after an attempt has ended: done, start again, or a failure that a restart cannot fix.
 
     python -m grpo.ops.launch.next_attempt OUTPUT_DIR --job 17 --attempt 0 --max_crashes 3
 
-Reads what rank 0 has left in OUTPUT_DIR/run_state.json, prints one line and exits with
+Reads rank 0's OUTPUT_DIR/run_state.json, prints one line and exits with
 
-    0    it has finished, or a person has stopped it
+    0    finished, or stopped by a person
     85   start again: training resumes from the newest complete checkpoint
-    1    it has failed, and starting again would not help; or, with --failed, it has finished and failed after that
+    1    failed, and a restart would not help; or, with --failed, finished and failed afterwards
 
-An attempt that did not say how it ended has died without a word; that is a crash which another attempt may mend.
-Crashes are counted in OUTPUT_DIR/crashes.JOB.json while no newer checkpoint is completed, each attempt's once: whoever
-asks a second time gets the same answer. Needs nothing but Python.
+An attempt without a recorded end has crashed; a restart may fix that. Crashes are counted in
+OUTPUT_DIR/crashes.JOB.json while no newer checkpoint is completed, once per attempt: a second call gets the same
+answer. Standard library only.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from grpo.record import files
 from grpo.record.files import ENDED, Entry
 
 DONE, FAILED, START_AGAIN = 0, 1, 85
-INTERRUPTED = 130  # by a person at the launcher; as shells say it
+INTERRUPTED = 130  # by a person at the launcher, as in shells
 
 _NEVER_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -39,11 +39,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def read_state(
     output_dir: Path, is_own: Callable[[Entry], bool], *, states: Sequence[str] = ENDED, wait_s: float = 0.0
 ) -> Entry | None:
-    """How an attempt's rank 0 said that it ended; None if it has not said so within `wait_s`.
+    """Return the end of an attempt as recorded by its rank 0; None if not within `wait_s`.
 
     Args:
-        is_own: whether a state is that attempt's.
-        states: which are waited for.
+        is_own: returns True for this attempt's state.
+        states: to wait for.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -61,10 +61,10 @@ def newest_checkpoint(output_dir: Path) -> int:
 
 
 def count_crash(record: Path, newest: int, attempt: str, *, limit: int) -> int:
-    """Crashes in a row, this attempt's included, none of which has completed a checkpoint newer than the one before;
-    `limit` where they cannot be counted, now or later: such a job would be started again without end."""
+    """Count crashes in a row, this attempt's included, without a newer complete checkpoint in between; `limit` if they
+    cannot be counted, now or later: such a job would restart forever."""
     before: Entry = {"crashes": 0, "checkpoint": -1, "attempt": None}
-    with contextlib.suppress(OSError, ValueError):  # none; or empty, where a machine has lost its power
+    with contextlib.suppress(OSError, ValueError):  # none; or empty, after a power failure
         before |= json.loads(record.read_text())
     if before["attempt"] == attempt:
         return int(before["crashes"])
@@ -78,13 +78,13 @@ def count_crash(record: Path, newest: int, attempt: str, *, limit: int) -> int:
         print(f"this crash cannot be counted in {record}: {error}", file=sys.stderr, flush=True)
         if error.errno in _NEVER_WRITABLE:
             return limit
-        if error.errno in _FULL:  # which may be why the attempt has failed, and may end
+        if error.errno in _FULL:  # which may be the very reason of the failure, and may end
             return _count_by_name(record, newest, attempt, crashes, limit=limit)
     return crashes
 
 
 def _count_by_name(record: Path, newest: int, attempt: str, crashes: int, *, limit: int) -> int:
-    """`crashes` and those before it of which a full disk has taken no more than an empty file's name."""
+    """Count `crashes` including earlier ones for which a full disk allowed only an empty file's name."""
     name = f"{record.name}.full.{newest}."
     try:
         (record.parent / f"{name}{attempt}").touch()
@@ -110,14 +110,14 @@ def conclude(
     has_failed: bool = False,
     is_terminated: bool = False,
 ) -> tuple[int, str]:
-    """The exit code, and why.
+    """Return the exit code, and the reason.
 
     Args:
-        state: how the attempt said that it ended.
-        attempt: what tells it from the job's others.
+        state: the attempt's recorded end.
+        attempt: its name within the job.
         follow: another node counts the crashes: start again after any.
-        has_failed: whether a launcher has ended with an error.
-        is_terminated: whether that was a SIGTERM.
+        has_failed: a launcher has ended with an error.
+        is_terminated: it was a SIGTERM.
     """
     record = output_dir / f"crashes.{job}.json"
     crashes, newest = 0, newest_checkpoint(output_dir)
@@ -126,7 +126,7 @@ def conclude(
         crashes = count_crash(record, newest, attempt, limit=max_crashes)
     elif not follow:
         _forget_crashes(record)
-    # A job's first crash counts as 1, and as 0 where a checkpoint is complete that no crash before has seen.
+    # A job's first crash counts as 1, and as 0 if a checkpoint is complete that no crash before has seen.
     answer = answer_to_end(state, was_seen=crashes > (newest < 0))
     code, why = decide(state, answer, crashes, max_crashes, has_failed=has_failed, is_terminated=is_terminated)
     if host := read_faulty_host(output_dir, state):
@@ -143,13 +143,14 @@ def decide(
     has_failed: bool = False,
     is_terminated: bool = False,
 ) -> tuple[int, str]:
-    """The exit code, and why. `crashes` counts this attempt, if it was one; the rest is its launcher's end."""
+    """Return the exit code, and the reason. `crashes` includes this attempt, if it crashed; the flags are its
+    launcher's end."""
     if state is None:
         how = "died without a word"
     else:
         why, step = state.get("why") or "no reason given", state.get("step")
         match state:
-            case {"state": "finished"} if is_terminated:  # while the script saved its model, say
+            case {"state": "finished"} if is_terminated:  # for example while the script saved its model
                 return START_AGAIN, "training has finished, but a SIGTERM has ended the script after it"
             case {"state": "finished"} if has_failed:
                 return FAILED, "training has finished, but the script failed after it"
@@ -169,7 +170,7 @@ def decide(
 
 
 def parser_for(description: str) -> argparse.ArgumentParser:
-    """For a program whose arguments name an attempt."""
+    """Make the parser of a program whose arguments name an attempt."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--job", required=True, help="GRPO_JOB of the attempt")
@@ -178,7 +179,7 @@ def parser_for(description: str) -> argparse.ArgumentParser:
 
 
 def read_end(args: argparse.Namespace) -> Entry | None:
-    """How the attempt that the arguments name has ended; None while it has not."""
+    """Return the end of the attempt named by the arguments; None until then."""
     name = (args.job, str(args.attempt))
     return read_state(args.output_dir, lambda state: (str(state.get("job")), str(state.get("attempt"))) == name)
 

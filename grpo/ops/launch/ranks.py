@@ -1,4 +1,4 @@
-"""How many ranks each node gets: the first number that anybody has given, held against the GPUs that are there."""
+"""Number of ranks per node: from the first source with one, checked against the GPUs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,44 +8,44 @@ from grpo.place.files import Wishes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What flags, the scheduler and the job's files say of ranks and engines; None: nothing."""
+    """Ranks and engines requested by flags, the scheduler and the job's files; None: not given."""
 
     wishes: Wishes
-    """Of the script's arguments and files, and the launcher's file."""
+    """Settings of the script's arguments and files, and of the launcher's file."""
     flag: tuple[int, ...] | None = None
-    """--ranks-per-node: of all nodes, or of each."""
+    """--ranks-per-node: one for all nodes, or one for each."""
     scheduler: str | None = None
     """PET_NPROC_PER_NODE: a number, or `auto` and the like, which leave it open."""
     file: str = ""
-    """The launcher's file, for messages."""
+    """Launcher's file, for messages."""
     num_processes: int | None = None
-    """The file's, of all its machines."""
+    """Number in the file, for all its machines."""
     num_machines: int | None = None
-    """The file's."""
+    """Number in the file."""
     resumed_ranks: int | None = None
-    """Of the checkpoint that the job goes on from."""
+    """Ranks of the checkpoint to resume."""
 
 
 class LostGPUs(ValueError):
-    """A node has fewer GPUs than it had: other nodes would do."""
+    """A node has fewer GPUs than before: other nodes would work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
     by_node: tuple[int, ...]
     why: str
-    """Where the numbers come from, for the screen."""
+    """Origin of the numbers, for the screen."""
 
 
 def ranks_by_node(asked: Asked, gpus: Mapping[str, int]) -> Ranks:
-    """The number of ranks on each node.
+    """Determine the number of ranks on each node.
 
     Args:
         gpus: usable GPUs by node, in the order of the nodes.
 
     Raises:
-        LostGPUs: some nodes cannot hold what the others can, and the job's checkpoint is for.
-        ValueError: the ranks leave no engine a GPU; says what to write.
+        LostGPUs: some nodes cannot hold the ranks of the job's checkpoint, while others can.
+        ValueError: the ranks leave no GPU for an engine; has the fix.
     """
     wishes = asked.wishes
     engine = wishes.reserved_gpus if wishes.reserved_gpus is not None else wishes.tensor_parallel_size or 1
@@ -69,7 +69,7 @@ def _check_resumed(asked: Asked, gpus: Mapping[str, int], engine: int) -> None:
         return
     ranks = asked.resumed_ranks // len(gpus)
     short = [f"{node} has {count} usable GPUs" for node, count in gpus.items() if count < ranks + engine]
-    if short and len(short) < len(gpus):  # all of them: somebody has moved the job, and the trainer says how
+    if short and len(short) < len(gpus):  # if all are short, the job was moved, and the trainer explains the fix
         raise LostGPUs(
             f"{', '.join(short)}, and the checkpoint that the job goes on from is for {asked.resumed_ranks} ranks, "
             f"{ranks} on each node beside {engine} for an engine: start it on other nodes, or make a checkpoint for "
@@ -125,10 +125,10 @@ def _too_many(ranks: Ranks, engine: int, node: str, gpus: Mapping[str, int]) -> 
 
 
 def short_list(counts: Sequence[int]) -> str:
-    """As `--ranks-per-node` takes it: one number, where all are equal."""
+    """Format for `--ranks-per-node`: one number if all are equal."""
     return ",".join(map(str, counts if len({*counts}) > 1 else counts[:1]))
 
 
 def counts_of(text: str) -> tuple[int, ...]:
-    """What `short_list` has written."""
+    """Parse the result of `short_list`."""
     return tuple(int(part) for part in text.split(","))

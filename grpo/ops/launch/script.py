@@ -1,8 +1,8 @@
-"""What every rank runs under `grpo launch`: the user's script, in the place of `__main__`.
+"""Wrapper of every rank under `grpo launch`: runs the user's script as `__main__`.
 
     python -m grpo.ops.launch.script [-m] SCRIPT ARGUMENTS...
 
-What the script fails with before it has a trainer is recorded and reported as the trainer's own failures are.
+Failures of the script before it has a trainer are recorded and reported like the trainer's own.
 """
 
 import os
@@ -22,8 +22,8 @@ def main(argv: Sequence[str]) -> None:
     is_module = words[:1] == ["-m"]
     name, *arguments = words[is_module:]
     if read_launch(os.environ).rank != 0:
-        mute_argparse()  # all read the same command line: one of them says what is wrong with it
-    start_host()  # before what takes seconds to import; a script that needs no engine ends it with itself
+        mute_argparse()  # all read the same command line: one of them reports its errors
+    start_host()  # before slow imports; a script without engines ends the host with itself
     from grpo.ops.mistakes import reporting_mistakes
 
     with reporting_mistakes(os.environ.get("GRPO_OUTPUT_DIR")):
@@ -31,9 +31,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def run_script(path: Path, arguments: Sequence[str]) -> None:
-    """As `python PATH ARGUMENTS`: its folder comes first where modules are looked for, its globals stay to the end."""
+    """Run as `python PATH ARGUMENTS`: its folder comes first in the module path, and its globals live to the end."""
     module = types.ModuleType("__main__")
-    module.__file__ = os.path.abspath(path)  # as the interpreter sets it: the script may change its folder
+    module.__file__ = os.path.abspath(path)  # as the interpreter sets it: the script may change its directory
     module.__dict__["__builtins__"] = __builtins__
     sys.argv = [str(path), *arguments]
     sys.path[0] = str(path.resolve().parent)
@@ -42,7 +42,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> None:
 
 
 def run_module(name: str, arguments: Sequence[str]) -> None:
-    """As `python -m NAME ARGUMENTS`."""
+    """Run as `python -m NAME ARGUMENTS`."""
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 

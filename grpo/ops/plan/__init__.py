@@ -1,5 +1,5 @@
-"""`grpo plan`: what goes where, and whether it fits: placement and batch of a job, memory as estimates.
+"""`grpo plan`: placement and batch of a job, and estimates of its memory.
 
-The command line alone imports it; it may import `ops.train` and everything below.
-It must not need a GPU, nor start anything.
+Only the command line imports this package; it may import `ops.train` and everything below. It needs no GPU and starts
+nothing.
 """

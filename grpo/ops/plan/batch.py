@@ -1,4 +1,4 @@
-"""The arithmetic of a batch: completions, groups, nodes, optimizer steps and tokens."""
+"""Arithmetic of a batch: completions, groups, nodes, optimizer steps and tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,45 +11,45 @@ ASSUMED_PROMPT_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBatch:
-    """What one generation and one optimizer step consist of."""
+    """Sizes of one generation batch and one optimizer step."""
 
     num_generations: int
     """Completions of one prompt: a group."""
     micro_batch_completions: int
     """Completions in one forward and backward of a rank."""
     accumulated_micro_batches: int
-    """`gradient_accumulation_steps`, which follows from `completions_per_step` where that is set."""
+    """`gradient_accumulation_steps`; follows from `completions_per_step` if set."""
     is_pinned: bool
-    """Whether `completions_per_step` is set: the step is the same on any number of ranks."""
+    """True if `completions_per_step` is set: the step is the same on any number of ranks."""
     completions_per_step: int
-    """Of all ranks, per optimizer step; each counts once for every time that it is trained on."""
+    """Completions of all ranks per optimizer step; each counts once for every iteration over it."""
     generation_completions: int
-    """Sampled in one go, over all nodes."""
+    """Completions of one generation batch, over all nodes."""
     generation_prompts: int
     steps_per_generation: int
-    """Micro-batches that one generation is cut into, per rank."""
+    """Micro-batches of one generation batch, per rank."""
     optimizer_steps_per_generation: float
-    """Below 1 when a step takes several generations."""
+    """Optimizer steps per generation batch; below 1 if a step takes several."""
     generation_lookahead: int
-    """Generations that are sampled ahead, each by a policy one weight sync older than the one that trains on it."""
+    """Generation batches sampled ahead; each one adds a weight sync of policy lag."""
     node_completions: tuple[int, ...]
-    """Of one generation, on each node, to train on."""
+    """Completions of one generation batch to train on, per node."""
     node_samples: tuple[int, ...]
-    """The same with those of spare groups; some are sampled on other nodes, where engines differ."""
+    """The same with spare groups; if nodes have different numbers of engines, other nodes sample some of them."""
     straddles: bool
-    """Whether some group has completions on two nodes."""
+    """True if some group has completions on two nodes."""
     engine_completions: tuple[int, ...]
-    """The most that an engine of node k samples in one generation."""
+    """Upper bound of completions per generation batch for an engine, per node."""
     prompt_tokens: int
-    """The longest prompt, as told or assumed."""
+    """Length of the longest prompt, given or assumed."""
     sequence_tokens: int
-    """The longest prompt with its completion."""
+    """Length of the longest prompt with its completion."""
     tokens_per_step: int
     """Upper bound: every trained sequence at its full length."""
 
 
 def prompt_tokens_of(args: GRPOConfig, asked: int | None) -> tuple[int, str | None]:
-    """The longest prompt, and what was assumed about it: nothing where it was asked for."""
+    """Return the length of the longest prompt, and the assumption behind it (None if the length was given)."""
     if asked is not None:
         return asked, None
     if args.vllm_max_model_length is not None:
@@ -67,13 +67,13 @@ def plan_batch(
     prompt_tokens: int,
     engine_limit: int | None,
 ) -> PlannedBatch:
-    """The batch of a job whose divisibility TRL has checked (`GRPOConfig.__post_init__`).
+    """Compute the batch of a job; TRL has checked its divisibility (`GRPOConfig.__post_init__`).
 
     Args:
-        ranks: of each node.
-        engines: of each node.
-        moves: whether prompts move between nodes, in proportion to their engines.
-        engine_limit: the most tokens of a sequence in an engine; None: as many as it has.
+        ranks: per node.
+        engines: per node.
+        moves: True if prompts move between nodes, in proportion to their engines.
+        engine_limit: maximum sequence length of an engine, in tokens; None: no limit.
     """
     world_size, sampled = sum(ranks), args.generation_batch_size + args.spare_groups * args.num_generations
     node_completions = tuple(args.generation_batch_size // world_size * count for count in ranks)
@@ -100,7 +100,7 @@ def plan_batch(
         generation_lookahead=args.generation_lookahead,
         node_completions=node_completions,
         node_samples=node_samples,
-        # TRL's sampler lays the copies of a prompt out end to end over the ranks, and ranks are numbered node by node.
+        # TRL's sampler lays the copies of a prompt end to end over the ranks; ranks are numbered node by node.
         straddles=any(end % args.num_generations for end in accumulate(node_completions)),
         engine_completions=tuple(-(-samples // count) for samples, count in of_engines),
         prompt_tokens=prompt_tokens,

@@ -1,6 +1,6 @@
-"""`grpo plan`: what goes where, what it adds up to, and whether it fits, before anybody waits for a cluster.
+"""`grpo plan`: placement, sizes and memory of a job, before anybody waits for a cluster.
 
-Needs no GPU: it plans for the cluster's, on any machine.
+Runs on any machine, without a GPU: it plans for the GPUs of the cluster.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan; 1 when something in it cannot work, or its memory is unknown."""
+    """Print the plan; return 1 if something in it cannot work or its memory is unknown."""
     from grpo.ops.plan.plan import Plan
     from grpo.ops.plan.view import print_json, print_plan
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _unreadable_files(args: argparse.Namespace) -> list[str]:
-    """What is wrong with the files themselves."""
+    """Errors of the files themselves."""
     errors = []
     for option, file in (("--config_file", args.config_file), ("--config", args.config)):
         try:
@@ -102,12 +102,12 @@ def _rate(text: str) -> float:
 
 
 def _gpu_counts(text: str) -> tuple[int, ...]:
-    """'8' or '8,8,7,8'."""
+    """Parse '8' or '8,8,7,8'."""
     return tuple(_positive(part.strip()) for part in text.split(","))
 
 
 def _memory(text: str) -> int:
-    """Bytes of '80GiB' or '1.5 TB': powers of 1024 with an i, of 1000 without."""
+    """Parse '80GiB' or '1.5 TB' to bytes: powers of 1024 with an i, of 1000 without."""
     match = re.fullmatch(r"([0-9.]+)\s*([KMGT])(i?)B", text.strip())
     if match is None or match[1].count(".") > 1 or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write it with its unit, such as 80GiB, 80GB or 1TiB")

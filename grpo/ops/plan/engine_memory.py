@@ -1,7 +1,7 @@
 """Estimates of an engine's GPU memory.
 
-KV cache as vLLM lays it out: two vectors per token, layer and key-value head, in blocks of 16 tokens
-(https://docs.vllm.ai/en/latest/design/hybrid_kv_cache_manager.html for layers that slide).
+vLLM's KV cache: two vectors per token, layer and key-value head, in blocks of 16 tokens
+(https://docs.vllm.ai/en/latest/design/hybrid_kv_cache_manager.html for sliding-window layers).
 """
 
 from dataclasses import dataclass
@@ -13,34 +13,34 @@ from grpo.ops.plan.memory_budget import GIB
 from grpo.ops.plan.model_shape import ModelShape
 
 KV_BLOCK_TOKENS = 16
-ENGINE_OVERHEAD_BYTES = 3 * GIB  # an allowance, not measured: CUDA's context and graphs, NCCL, one batch's activations
+ENGINE_OVERHEAD_BYTES = 3 * GIB  # an allowance, not measured: CUDA context and graphs, NCCL, activations of one batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """One GPU of an engine (on a machine without GPUs: one worker), and what fits into its KV cache."""
+    """Memory of one GPU of an engine (on a CPU: of one worker), and the capacity of its KV cache."""
 
     capacity_bytes: int | None
-    """Of the GPU; None without GPUs."""
+    """Memory of the GPU; None without GPUs."""
     budget_bytes: int | None
-    """`vllm_gpu_memory_utilization` of it."""
+    """Share of it for vLLM: `vllm_gpu_memory_utilization`."""
     weights_bytes: int
     adapters_bytes: int
-    """Space for LoRA adapters, and the one that came; 0 where they are merged."""
+    """Slots for LoRA adapters, and the adapter last received; 0 if adapters are merged."""
     encoder_cache_bytes: int
-    """Of images; 0 with text alone."""
+    """Encoder cache for images; 0 for text only."""
     overhead_bytes: int
     kv_cache_bytes: int
-    """What is left, or what was asked for; negative when nothing is left."""
+    """Remainder of the budget, or the size set by the user; negative if nothing is left."""
     kv_bytes_per_token: int
-    """While a sequence is shorter than every window."""
+    """Bytes of one token while a sequence is shorter than every sliding window."""
     kv_bytes_per_sequence: int
-    """At `sequence_tokens`, in whole blocks."""
+    """Bytes of a sequence of `sequence_tokens`, in whole blocks."""
     sequence_tokens: int
     sequences_at_once: int
-    """Full-length sequences whose keys and values fit at once."""
+    """Full-length sequences that fit into the KV cache together."""
     max_num_seqs: int
-    """vLLM's own limit of sequences at once."""
+    """vLLM's own limit of running sequences."""
 
 
 def engine_memory(
@@ -55,13 +55,13 @@ def engine_memory(
     adapters_bytes: int = 0,
     is_a100: bool = False,
 ) -> EngineMemory:
-    """What vLLM would give to its KV cache: its share of the GPU, less weights, adapters and overhead.
+    """Estimate the KV cache of an engine: its share of the GPU, less weights, adapters and overhead.
 
     Args:
         capacity_bytes: of one GPU; None without GPUs.
         engine_kwargs: `vllm_engine_kwargs`.
-        adapters_bytes: on each GPU, whatever their number.
-        is_a100: whether the GPU is known to be one.
+        adapters_bytes: on each GPU, for all adapters together.
+        is_a100: True if the GPU is known to be an A100.
     """
     fp8 = str(engine_kwargs.get("kv_cache_dtype", "auto")).startswith("fp8")
     per_layer = _kv_elements(shape, tensor_parallel_size) * (1 if fp8 else dtype_bytes)
@@ -101,27 +101,28 @@ def engine_memory(
 
 
 def default_max_num_seqs(capacity_bytes: int | None, tensor_parallel_size: int, *, is_a100: bool = False) -> int:
-    """vLLM's own limit of sequences at once, for the offline use that our engines say they are for (0.31)."""
+    """Return vLLM's default `max_num_seqs` for offline use (0.31), as our engines are started."""
     if capacity_bytes is None:
         return 256 * tensor_parallel_size
     return 1024 if capacity_bytes >= 70 * GIB and not is_a100 else 256
 
 
 def fitting_tensor_parallel(shape: ModelShape, model_bytes: int, *, budget_bytes: int, num_gpus: int) -> list[int]:
-    """Powers of two that split the model's heads, leave a GPU space for its share of the weights, and one of the node's
-    GPUs to a rank."""
+    """Return fitting tensor parallel sizes: powers of two that divide the heads, leave each GPU memory beside its share
+    of the weights, and leave a GPU of the node to a rank."""
     sizes = [2**power for power in range(7) if shape.attention_heads % 2**power == 0 and 2**power < num_gpus]
     space = budget_bytes - ENGINE_OVERHEAD_BYTES
     return [size for size in sizes if model_bytes / size < space]
 
 
 def _kv_elements(shape: ModelShape, tensor_parallel_size: int) -> int:
-    """Of a layer and token on one GPU: keys and values are split by head; heads are copied when GPUs outnumber them."""
+    """Elements per layer and token on one GPU. Keys and values are split by head; heads are copied if there are more
+    GPUs than heads."""
     if shape.latent_kv_elements is not None:
         return shape.latent_kv_elements
     return 2 * max(1, shape.key_value_heads // tensor_parallel_size) * shape.head_dim
 
 
 def _blocks(tokens: int) -> int:
-    """Tokens, rounded up to whole blocks."""
+    """Round tokens up to whole blocks."""
     return -(-tokens // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS

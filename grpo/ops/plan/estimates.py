@@ -1,4 +1,4 @@
-"""Memory and weight sync of a placed job, put together. All of it is estimated."""
+"""Estimates of memory and weight sync for a placed job."""
 
 from dataclasses import dataclass
 
@@ -13,34 +13,34 @@ from grpo.ops.plan.zero_memory import Sharding, frozen_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncBytes:
-    """What one weight sync moves, in the engine's dtype, to which shards are cast before they are gathered."""
+    """Bytes of one weight sync, in the engine's dtype; shards are cast before the gather."""
 
     gathered_bytes_per_node: int
     network_bytes_per_node: int
-    """Of it over the network: of N nodes each holds 1/N, and receives the rest, whatever algorithm gathers."""
+    """Part of it over the network: each of N nodes holds 1/N and receives the rest, with any algorithm."""
     engine_bytes: int
-    """From the local main to each engine beside it; never leaves the node."""
+    """Bytes from the local main to each engine of its node; never leave the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """What a job needs."""
+    """Memory and traffic of a job."""
 
     sharding: Sharding
     training: Budget
-    """One training GPU; without GPUs, one rank. A node's local main, which sends, may hold more than the others."""
+    """One training GPU, or one rank without GPUs. A node's local main, as the sender, may hold more than the others."""
     engine: EngineMemory
     sync: WeightSyncBytes
-    """Every weight sync; with LoRA, every one but an engine's first."""
+    """Every weight sync; with LoRA, every one after an engine's first."""
     first_sync: WeightSyncBytes | None
-    """An engine's first one, with LoRA; None where it is like the others."""
+    """First weight sync of an engine, with LoRA; None if it is like the others."""
 
 
 def estimate(job: PlacedJob) -> Estimates:
-    """Memory of a training GPU and an engine's GPU, and the weight sync.
+    """Estimate the memory of a training GPU and an engine's GPU, and the weight sync.
 
     Raises:
-        ValueError: a DeepSpeed configuration cannot be read.
+        ValueError: the DeepSpeed configuration cannot be read.
     """
     sharding = job.sharding()
     return Estimates(
@@ -53,7 +53,7 @@ def estimate(job: PlacedJob) -> Estimates:
 
 
 def _sync(job: PlacedJob, sharding: Sharding, num_bytes: int) -> WeightSyncBytes:
-    gathered = num_bytes if sharding.stage == 3 else 0  # below it every rank holds all weights
+    gathered = num_bytes if sharding.stage == 3 else 0  # below stage 3 every rank holds all weights
     num_nodes = len(job.nodes)
     return WeightSyncBytes(
         gathered_bytes_per_node=gathered,
@@ -64,16 +64,16 @@ def _sync(job: PlacedJob, sharding: Sharding, num_bytes: int) -> WeightSyncBytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Of what a training GPU holds, the part that a user may change."""
+    """User settings with an effect on a training GPU's memory."""
 
     sharding: Sharding
     micro_batch: MicroBatch
     has_reference: bool
-    """A copy of the model for the KL term; with LoRA it is the base, which is there."""
+    """True with a copy of the model for the KL term; with LoRA the base serves as the reference."""
 
 
 def setup_of(job: PlacedJob, sharding: Sharding) -> Setup:
-    """As the job has it."""
+    """Return the job's own setup."""
     args, batch = job.args, job.batch
     micro_batch = MicroBatch(
         sequences=batch.micro_batch_completions,
@@ -87,7 +87,7 @@ def setup_of(job: PlacedJob, sharding: Sharding) -> Setup:
 
 
 def training_memory(job: PlacedJob, setup: Setup) -> Budget:
-    """One training GPU of the job, if it were set up so."""
+    """Estimate the memory of one training GPU of the job under `setup`."""
     frozen = []
     if setup.has_reference:
         what = "reference model (beta is not 0)"

@@ -1,4 +1,4 @@
-"""Whether the hub has a model, asked once and with a deadline: huggingface_hub's own retries take half a minute."""
+"""Look a model up on the Hub, once and with a deadline: huggingface_hub's own retries take half a minute."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ HUB_S = 5.0
 
 
 def within_reach(name: str, revision: str | None) -> str:
-    """The cache's folder of that model where there is one, else `name`, which the hub has or nobody is asked for.
+    """Return the cached folder of a model, else `name`, if the Hub has it or the machine is offline.
 
     Raises:
-        OSError: the hub does not answer, or, by huggingface_hub's own classes, has no such model.
-        ValueError: `name` cannot be one of its models.
+        OSError: the Hub does not answer, or has no such model (huggingface_hub's own exceptions).
+        ValueError: `name` is not a valid model id.
     """
     cached = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
     if isinstance(cached, str):
@@ -24,7 +24,7 @@ def within_reach(name: str, revision: str | None) -> str:
     if constants.is_offline_mode():
         return name
     url = huggingface_hub.hf_hub_url(name, "config.json", revision=revision, endpoint=constants.ENDPOINT)
-    # In a thread: looking up a host's name heeds no timeout of a request.
+    # In a thread: a request's timeout does not cover the DNS lookup.
     asked = Worker("hub").run(lambda: huggingface_hub.get_hf_file_metadata(url, timeout=HUB_S))
     try:
         asked.result(HUB_S)

@@ -1,4 +1,4 @@
-"""What prompts with images add to a plan: towers and what they keep for the backward, pixels, and engines' caches."""
+"""Memory of prompts with images: vision towers and their activations, pixels, and engines' caches."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,29 +9,29 @@ from grpo.model.text_part import tower_paths
 from grpo.ops.plan.memory_budget import BudgetLine, readable, short_count
 
 ASSUMED_SIDE = 1024
-"""Pixels along an edge, of a tower that takes images of any size."""
+"""Edge of an image in pixels, for towers that accept any size."""
 PIXEL_BYTES = 3 * 4
-"""Processors give colours in float32."""
+"""Processors return colours in float32."""
 CACHE_GIB = 4
-"""vLLM's `mm_processor_cache_gb` (0.31): of the host's memory, in each of an engine's two processes."""
+"""vLLM's `mm_processor_cache_gb` (0.31): host memory, in each of an engine's two processes."""
 BATCHED_TOKENS = (16384, 8192)
-"""vLLM's own `max_num_batched_tokens` (0.31) where it has space for 1,024 sequences, and elsewhere: as many tokens of
-images have space in its encoder cache."""
+"""vLLM's default `max_num_batched_tokens` (0.31): with memory for 1,024 sequences, and otherwise. The encoder cache
+holds as many image tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Images:
-    """The images of a prompt, and the tower that reads them."""
+    """Images of a prompt, and the vision tower for them."""
 
     per_prompt: int
     pixels: int
-    """Of one, as the tower gets it."""
+    """Pixels of one image after preprocessing."""
     frames: int
-    """How often each pixel is given to the tower: Qwen's take two frames of a video."""
+    """Copies of each pixel in the tower's input: Qwen's towers take two frames of a video."""
     patches: int
-    """Of one image: the tower's tokens."""
+    """Patches of one image: tokens of the tower."""
     layers: int
-    """Of the tower."""
+    """Layers of the tower."""
     hidden_size: int
     mlp_size: int
     is_trained: bool
@@ -41,8 +41,8 @@ class Images:
         return self.pixels * self.frames * PIXEL_BYTES
 
     def saved_bytes_per_patch(self, element: int) -> int:
-        """What one layer of the tower keeps for its backward, counted as for a decoder's: two norms, attention without
-        a mask, an MLP of two matrices."""
+        """Activations saved by one layer of the tower for backward, counted as for a decoder layer: two norms,
+        attention without a mask, an MLP of two matrices."""
         norms = 2 * (4 + 2 * element) * self.hidden_size
         return norms + element * (4 * self.hidden_size + 2 * self.mlp_size)
 
@@ -50,14 +50,14 @@ class Images:
 def images_of(
     config: Any, model: nn.Module, *, per_prompt: int, size: tuple[int, int] | None, is_trained: bool
 ) -> Images:
-    """The images that the model's tower will get.
+    """Describe the images as the model's tower receives them.
 
     Args:
         model: without its weights.
-        size: (width, height) in pixels; None: what the tower takes, or `ASSUMED_SIDE` squared where it takes any.
+        size: (width, height) in pixels; None: the tower's fixed size, or `ASSUMED_SIDE` squared if it accepts any.
 
     Raises:
-        AttributeError: a configuration that calls its sizes otherwise.
+        AttributeError: the configuration has other names for its sizes.
     """
     vision = config.vision_config
     side = getattr(vision, "image_size", None)
@@ -81,10 +81,10 @@ def images_of(
 
 
 def image_lines(images: Images, *, rows: int, micro_batch: int, element: int, checkpointing: bool) -> list[BudgetLine]:
-    """What a rank holds of images.
+    """Return the memory of images on a rank.
 
     Args:
-        rows: of a generation batch, each with images of its own on the rank's device, copies of a group too.
+        rows: of a generation batch. Each has its own images on the rank's device; so has each copy within a group.
         micro_batch: rows of one forward and backward.
         element: bytes of an activation.
     """
@@ -104,16 +104,16 @@ def image_lines(images: Images, *, rows: int, micro_batch: int, element: int, ch
 
 
 def encoder_cache_bytes(batched_tokens: int | None, *, many_sequences: bool, hidden_size: int, element: int) -> int:
-    """What an engine keeps of images on its GPU, as the tower gave them.
+    """Return the size of an engine's encoder cache on its GPU: image embeddings from the tower.
 
     Args:
-        batched_tokens: the engine's `max_num_batched_tokens`; None: vLLM's own.
-        many_sequences: whether vLLM takes the GPU for one with space for 1,024 sequences.
+        batched_tokens: the engine's `max_num_batched_tokens`; None: vLLM's default.
+        many_sequences: True if vLLM counts the GPU among those with memory for 1,024 sequences.
     """
     return (batched_tokens or BATCHED_TOKENS[not many_sequences]) * hidden_size * element
 
 
 def caches_in_host_memory(engine_kwargs: dict[str, Any]) -> str:
-    """In words, of one engine."""
+    """Describe the image caches of one engine in host memory, as a sentence."""
     each = engine_kwargs.get("mm_processor_cache_gb", CACHE_GIB)
     return f"each engine keeps up to {2 * each:g} GiB of images in the host's memory (mm_processor_cache_gb, twice)"

@@ -1,4 +1,4 @@
-"""A job as its files describe it, read on a machine that is not part of it: nothing is started, no group is joined."""
+"""Read a job from its files on any machine: no process is started, no group is joined."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from grpo.place.launch import accelerate_request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """What accelerate, or torchrun, will be asked for."""
+    """Settings of accelerate or torchrun."""
 
     num_processes: int
     """Training processes of all nodes."""
@@ -24,9 +24,9 @@ class Launcher:
     mixed_precision: str = "no"
     """'no', 'bf16' or 'fp16'."""
     zero_optimization: dict[str, Any] | None = None
-    """DeepSpeed's section of that name; None when the launcher brings no DeepSpeed."""
+    """DeepSpeed's section `zero_optimization`; None if the launcher does not configure DeepSpeed."""
     ranks_by_node: tuple[int, ...] = ()
-    """Of each node, where `grpo launch` has torchrun start them; (): as many on all, as accelerate has it."""
+    """Ranks of each node for `grpo launch`; (): the same number on all nodes, as with accelerate."""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -40,13 +40,13 @@ def read_launcher(
     num_machines: int | None,
     ranks_by_node: tuple[int, ...] | None = None,
 ) -> Launcher:
-    """The accelerate file with the flags that go before it; without a file, torchrun's numbers.
+    """Read the accelerate file; flags take precedence. Without a file, use torchrun's numbers.
 
     Args:
-        ranks_by_node: `--ranks-per-node` of `grpo launch`: of all nodes alike, or of each.
+        ranks_by_node: `--ranks-per-node` of `grpo launch`: one number for all nodes, or one for each.
 
     Raises:
-        ValueError: accelerate would refuse the file, numbers are missing or contradict each other.
+        ValueError: accelerate would refuse the file, or numbers are missing or contradict each other.
     """
     if ranks_by_node is not None:
         nodes = num_machines or (len(ranks_by_node) if len(ranks_by_node) > 1 or config_file is None else None)
@@ -68,7 +68,7 @@ def read_launcher(
     from accelerate import ParallelismConfig
     from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
-    read_settings(config_file, "--config_file")  # in one line what is wrong with it
+    read_settings(config_file, "--config_file")  # reports errors of the file in one line
     config = load_config_from_file(config_file)
     if not isinstance(config, ClusterConfig):
         raise ValueError(f"--config_file {config_file} is for {config.compute_environment}: only clusters are planned")
@@ -98,7 +98,7 @@ def read_launcher(
 
 
 def _zero_optimization(deepspeed_config: Mapping[str, Any]) -> dict[str, Any]:
-    """As accelerate's plugin builds it; what it leaves out is DeepSpeed's default."""
+    """Build the section as accelerate's plugin does; missing keys have DeepSpeed's defaults."""
     if file := deepspeed_config.get("deepspeed_config_file"):
         return read_deepspeed(file)
     return {
@@ -109,10 +109,10 @@ def _zero_optimization(deepspeed_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_of(launcher: Launcher, training: "PlannedConfig") -> dict[str, Any]:
-    """DeepSpeed's `zero_optimization`: the launcher's, else the training file's.
+    """Return DeepSpeed's `zero_optimization`: the launcher's, else the training file's.
 
     Raises:
-        ValueError: its file cannot be read.
+        ValueError: the file cannot be read.
     """
     zero = launcher.zero_optimization
     if zero is None and training.deepspeed_file is not None:
@@ -121,7 +121,7 @@ def zero_of(launcher: Launcher, training: "PlannedConfig") -> dict[str, Any]:
 
 
 def read_deepspeed(config: "str | dict[str, Any]") -> dict[str, Any]:
-    """The `zero_optimization` section of a DeepSpeed configuration, which is a file or what stands in one."""
+    """Return the `zero_optimization` section of a DeepSpeed configuration, given as a path or a dict."""
     if isinstance(config, str):
         try:
             config = json.loads(Path(config).read_text())
@@ -132,10 +132,10 @@ def read_deepspeed(config: "str | dict[str, Any]") -> dict[str, Any]:
 
 
 class PlannedConfig(ConfigElsewhere):
-    """`GRPOConfig` as it will be on a rank of the planned job."""
+    """`GRPOConfig` as on a rank of the planned job."""
 
     launcher: ClassVar[Launcher] = Launcher(num_processes=1, num_machines=1)
-    """Of the job; set on a subclass by `read_training`."""
+    """Launcher of the job; set on a subclass by `read_training`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,10 +150,12 @@ class PlannedConfig(ConfigElsewhere):
 
 
 def read_training(config: str | None, flags: Sequence[str], launcher: Launcher) -> Arguments:
-    """What `train.py --config CONFIG FLAGS` would be given; `training` is a `PlannedConfig`.
+    """Parse the arguments as `train.py --config CONFIG FLAGS` would; `training` is a `PlannedConfig`.
 
-    Without a model these are the demo's settings, as `train.py` has it. Raises ValueError for keys and flags that do
-    not exist and for a file that cannot be read.
+    Without a model these are the demo's settings, as in `train.py`.
+
+    Raises:
+        ValueError: unknown keys or flags, or an unreadable file.
     """
 
     config_type = type("ConfigOfThisJob", (PlannedConfig,), {"launcher": launcher})

@@ -1,4 +1,4 @@
-"""A model with LoRA adapters as a plan counts it: wrapped by PEFT without its weights, as a trainer's start sees it."""
+"""A model with LoRA adapters for a plan: wrapped by PEFT without its weights."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from grpo.preflight.lora import LoraChoice, around_towers, check_head, choose_wa
 if TYPE_CHECKING:
     from grpo.weights.adapters import Lora  # needs PEFT
 
-MERGE_BYTES = 16  # of an element: weight, change, scaled change and their sum, in float32 (`LayerAdapter.merged`)
+MERGE_BYTES = 16  # per element: weight, change, scaled change and their sum, in float32 (`LayerAdapter.merged`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,21 +24,21 @@ class PlannedLora:
     wrapped: Any
     """PEFT's model."""
     four_bits: FourBitWeights | None = None
-    """Of its base; None: none of it is quantised."""
+    """4-bit weights of the base; None if it is not quantised."""
 
     @property
     def adapters(self) -> "Lora":
-        """As a weight sync sees them."""
+        """Adapters as the weight sync sees them."""
         from grpo.weights.adapters import Lora
 
         return Lora(self.wrapped, merges=self.choice.way == "merge")
 
     @property
     def engine_elements(self) -> int:
-        """Of an engine's slots, and of the adapters as they came, which vLLM keeps beside them (0.31); 0 where it has
-        none.
+        """Elements of an engine's LoRA slots and of the adapters as received, which vLLM keeps beside them (0.31); 0
+        with merged adapters.
 
-        Counted whole for each GPU of an engine: of a layer's two matrices tensor parallelism cuts one, and which one
+        Counted in full for each GPU of an engine: tensor parallelism splits one of a layer's two matrices; which one
         depends on the layer.
         """
         if self.choice.way == "merge":
@@ -49,7 +49,7 @@ class PlannedLora:
 
     @property
     def merge_bytes(self) -> int:
-        """While one adapter is merged into its weight, the largest; 0 where none is."""
+        """Temporary memory to merge the largest adapter into its weight; 0 if adapters are not merged."""
         if self.choice.way == "adapter":
             return 0
         return MERGE_BYTES * max(wide * tall for wide, tall, _ in self._sizes())
@@ -69,7 +69,7 @@ def planned_lora(
     has_gpus: bool,
     quantization: Any = None,
 ) -> PlannedLora:
-    """What `peft_config`, which `check_lora` has passed, makes of the model that `config` describes.
+    """Wrap the model of `config` with `peft_config`, which `check_lora` has accepted.
 
     Args:
         dtype: the engine's.

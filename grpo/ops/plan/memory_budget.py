@@ -1,4 +1,4 @@
-"""A memory budget: what stands on one device, and in which phase. All of it is estimated."""
+"""Memory budget of one device, by phase. All sizes are estimates."""
 
 import math
 from collections.abc import Sequence
@@ -13,25 +13,28 @@ Holder = Literal["every rank", "local main", "other ranks"]
 
 @dataclass(frozen=True, slots=True)
 class BudgetLine:
-    """One item of a budget."""
+    """One item of a budget.
+
+    Example: BudgetLine("pixels", "pixels", "always", 402653184, "32 images of a generation x 12 MiB, in float32").
+    """
 
     key: str
     """Name in the JSON output."""
     what: str
     phase: Phase
-    """When it is held. What is held in different phases, except `always`, is never held together."""
+    """Phase in which it is held. Two phases never overlap, except with `always`."""
     num_bytes: int
     how: str
-    """The formula, with its numbers."""
+    """Formula, with its numbers."""
     _: KW_ONLY
     counted: bool = True
-    """False for what is shown for comparison."""
+    """False for a line shown for comparison only."""
     holder: Holder = "every rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What stands on a device in one phase, together with what is always held."""
+    """Memory held in one phase, with `always` included."""
 
     phase: Phase
     local_main_bytes: int
@@ -40,15 +43,15 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The lines of one device, and what they come to: phase by phase, and at worst."""
+    """Lines of one device and their sums: by phase, and the peak."""
 
     lines: tuple[BudgetLine, ...]
     capacity_bytes: int | None
-    """Of the device; None where it is not known."""
+    """Memory of the device; None if unknown."""
     held: tuple[Held, ...]
-    """By phase; "always" first."""
+    """Memory by phase; "always" first."""
     peak_bytes: int
-    """Of the rank that holds most."""
+    """Peak of the rank with the highest memory."""
     peak_phase: Phase
 
     @property
@@ -56,12 +59,12 @@ class Budget:
         return self.capacity_bytes is None or self.peak_bytes <= self.capacity_bytes
 
     def bytes_of(self, *keys: str) -> int:
-        """Of the lines with these keys, counted or not; a key without a line is 0."""
+        """Sum of the lines with these keys, counted or not; a key without a line is 0."""
         return sum(line.num_bytes for line in self.lines if line.key in keys)
 
 
 def make_budget(lines: Sequence[BudgetLine], capacity_bytes: int | None) -> Budget:
-    """Adds the lines up: what is always held, and each phase beside it."""
+    """Sum the lines: `always`, and each phase on top of it."""
     held = tuple(
         Held(
             phase=phase,
@@ -86,7 +89,7 @@ def _held_bytes(lines: Sequence[BudgetLine], phase: Phase, *, without: Holder) -
 
 
 def readable(num_bytes: float) -> str:
-    """'18.4 GiB', '1.52 GiB', '655 KiB': three digits in the unit that fits."""
+    """Format bytes: '18.4 GiB', '1.52 GiB', '655 KiB' (three digits)."""
     for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= unit:
             value = num_bytes / unit
@@ -95,7 +98,7 @@ def readable(num_bytes: float) -> str:
 
 
 def short_count(elements: int) -> str:
-    """'7.62 B', '500 M', '81.9 K': how many."""
+    """Format a count: '7.62 B', '500 M', '81.9 K'."""
     for unit, name in ((10**9, " B"), (10**6, " M"), (10**3, " K")):
         if elements >= unit:
             return f"{elements / unit:.3g}{name}"

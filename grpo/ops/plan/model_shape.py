@@ -1,7 +1,7 @@
-"""What memory depends on in a model, from its configuration alone: parameters are counted on a meta model.
+"""Shape of a model from its configuration only: parameters are counted on a meta model.
 
-Counted by identity, so that a tied embedding counts once and fused experts count whole. Accelerate's estimator refuses
-local paths, and DeepSpeed's counts a meta model wrong.
+Parameters are counted by identity: a tied embedding counts once, fused experts count in full. Accelerate's estimator
+refuses local paths, and DeepSpeed's miscounts a meta model.
 """
 
 import copy
@@ -21,18 +21,18 @@ from grpo.weights.layers import has_experts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensors:
-    """The sizes of some parameters, each once."""
+    """Sizes of a set of parameters, each counted once."""
 
     elements: int
     sizes: tuple[tuple[int, int], ...]
-    """(elements, how many parameters have so many), ascending."""
+    """(elements, number of parameters of this size), ascending."""
 
     @property
     def largest(self) -> int:
         return self.sizes[-1][0] if self.sizes else 0
 
     def sharded(self, world_size: int) -> int:
-        """Elements that a rank holds under ZeRO-3: each parameter is cut into equal parts, the last one padded."""
+        """Elements per rank under ZeRO-3: each parameter is split into equal parts, the last one padded."""
         return sum(-(-size // world_size) * count for size, count in self.sizes)
 
     def up_to(self, threshold: int) -> int:
@@ -47,57 +47,57 @@ def tensors_of(parameters: Iterable[torch.Tensor]) -> Tensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One kind of decoder layer. Elements are counted, not bytes."""
+    """One kind of decoder layer. Sizes are elements, not bytes."""
 
     count: int
-    """How many layers of the model are of this kind."""
+    """Number of layers of this kind."""
     parameters: int
     norm_elements: int
-    """Per token: what the norms read, those of queries and keys included."""
+    """Inputs of the norms per token, with those of queries and keys."""
     mlp_elements: int
-    """Per token: what the MLP, or the experts that a token is routed to, keep for the backward."""
+    """Activations per token saved for backward by the MLP, or by the experts on the token's route."""
     adapter_ranks: int | None = None
-    """Per token: what its LoRA adapters keep, the sum of their ranks; None where the layer itself is trained."""
+    """Activations per token saved by LoRA adapters, the sum of their ranks; None if the layer itself is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a causal language model."""
+    """Sizes of a causal language model."""
 
     name: str
     num_parameters: int
     """Each tensor once; without adapters."""
     trained: Tensors
-    """All, or with LoRA what of adapters and base is trained."""
+    """All parameters; with LoRA the trained ones of adapters and base."""
     frozen: Tensors
     """The rest; with LoRA the base."""
     trains_head: bool
     largest_layer: int
-    """Parameters of the largest part that is gathered as one: a decoder layer, the embedding or the head."""
+    """Parameters of the largest part gathered at once: a decoder layer, the embedding or the head."""
     layers: tuple[LayerShape, ...]
     hidden_size: int
     vocab_size: int
     attention_heads: int
     key_value_heads: int
     head_dim: int
-    """Of queries, keys, values and what attention gives; where they differ (latent attention) the mean."""
+    """Head size of queries, keys, values and the attention output; their mean if they differ (latent attention)."""
     latent_kv_elements: int | None
-    """Multi-head latent attention: elements per token and layer, in place of keys and values; None: keys and values."""
+    """Multi-head latent attention: elements per token and layer instead of keys and values; None without it."""
     kv_windows: tuple[tuple[int | None, int], ...]
-    """(tokens that a layer remembers, layers); None: the whole sequence."""
+    """(window in tokens, layers); None: the whole sequence."""
     layers_without_kv: int
-    """Layers with a state of fixed size (linear attention), which is not counted."""
+    """Layers with a state of fixed size (linear attention); the state is not counted."""
     expert_parameters: int = 0
-    """In experts to which tokens are routed; those that every token passes are not among them."""
+    """Parameters of routed experts; shared experts are not included."""
     routed_share: float = 1.0
-    """Of these experts that a token is routed to: 8 of 128 are 1/16."""
+    """Share of the experts on a token's route: 8 of 128 are 1/16."""
     towers: tuple[str, ...] = ()
-    """Paths of what takes no part in text."""
+    """Paths of modules that take no part in text."""
     tower_parameters: int = 0
-    """Of `num_parameters`, those of towers beside the text part: with text alone frozen, and not in the engines."""
+    """Part of `num_parameters` in towers beside the text part: for text only, frozen and absent from the engines."""
     takes_images: bool = False
     four_bits: FourBitWeights | None = None
-    """Of `frozen`, what ranks hold in four bits."""
+    """Part of `frozen` held in four bits on the ranks."""
 
     @property
     def num_layers(self) -> int:
@@ -105,21 +105,22 @@ class ModelShape:
 
     @property
     def elements(self) -> int:
-        """Of all parameters, adapters too."""
+        """Elements of all parameters, adapters included."""
         return self.trained.elements + self.frozen.elements
 
     @property
     def text_parameters(self) -> int:
-        """What a token passes."""
+        """Parameters on the path of a text token."""
         return self.num_parameters - self.tower_parameters
 
     @property
     def engine_parameters(self) -> int:
-        """What an engine holds."""
+        """Parameters held by an engine."""
         return self.num_parameters if self.takes_images else self.text_parameters
 
     def parameters_read(self, tokens: float) -> float:
-        """Parameters that so many tokens together pass through, on average, with each expert equally likely."""
+        """Return the mean number of parameters on the path of `tokens` tokens together, if all experts are equally
+        likely."""
         return self.text_parameters - self.expert_parameters * (1 - self.routed_share) ** tokens
 
 
@@ -133,14 +134,15 @@ def shape_of(
     trains_towers: bool = False,
     trust_remote_code: bool = False,
 ) -> ModelShape:
-    """The shape of the causal language model that `config` describes, in a fraction of a second and without memory.
+    """Compute the shape of the causal language model of `config`, in a fraction of a second and without its memory.
 
     Args:
-        wrapped: the same model as PEFT wraps it, on the meta device too; None without adapters.
-        four_bits: of it; None: nothing is quantised.
-        takes_images: whether its prompts come with images.
+        wrapped: the same model wrapped by PEFT, on the meta device too; None without adapters.
+        four_bits: its 4-bit weights; None: nothing is quantised.
+        takes_images: True if its prompts come with images.
 
-    Raises ValueError for a model that is none, or has no attention.
+    Raises:
+        ValueError: the configuration is not of a causal language model with attention.
     """
     text = config.get_text_config()
     if not getattr(text, "num_attention_heads", None):
@@ -194,14 +196,13 @@ def shape_of(
 
 
 def _head_dim(text: Any, heads: int) -> int:
-    if getattr(text, "kv_lora_rank", None):  # whose `head_dim` is that of the rotary part alone (5.17)
+    if getattr(text, "kv_lora_rank", None):  # here `head_dim` is of the rotary part only (5.17)
         return (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) // 2
     return getattr(text, "head_dim", None) or text.hidden_size // heads
 
 
 def meta_model(config: Any, *, trains_towers: bool = False, trust_remote_code: bool = False) -> nn.Module:
-    """The model that `config` describes, without memory; of a multimodal one the text part is trained, and towers where
-    they are to be."""
+    """Build the model of `config` on the meta device. The text part is trained; towers only with `trains_towers`."""
     model = model_without_weights(config, trust_remote_code=trust_remote_code)
     if not trains_towers:
         freeze_towers(model)
@@ -209,7 +210,7 @@ def meta_model(config: Any, *, trains_towers: bool = False, trust_remote_code: b
 
 
 def count_parameters(config: Any, *, trust_remote_code: bool = False) -> int:
-    """Parameters of a reward model, which scores a sequence: no language head, one label."""
+    """Count the parameters of a reward model: a sequence classifier with one label and no language head."""
     from transformers import AutoModelForSequenceClassification
 
     config = copy.deepcopy(config)
@@ -220,7 +221,7 @@ def count_parameters(config: Any, *, trust_remote_code: bool = False) -> int:
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """The list of decoder layers: the module list of the text part that holds the most parameters."""
+    """Find the list of decoder layers: the module list of the text part with the most parameters."""
     text: Any = base_of(model)
     lists = [module for module in text.get_decoder().modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=lambda modules: sum(parameter.numel() for parameter in modules.parameters()))
@@ -240,7 +241,7 @@ def _layer_shape(layer: nn.Module, text: Any, query_size: int, key_size: int) ->
             of_heads = {"q_norm": query_size, "k_norm": key_size}.get(name.rpartition(".")[2], 0)
             norms += max(weight.numel(), of_heads)  # one norm may be applied to every head
     is_sparse = has_experts(layer)
-    # transformers' routers with a correction bias, and no others, keep what they read in float32: 2 elements (5.17).
+    # transformers' routers with a correction bias, and no others, save their input in float32: 2 elements (5.17).
     in_float32 = any(name.endswith("e_score_correction_bias") for name, _ in layer.named_buffers())
     return LayerShape(
         count=1,
@@ -251,10 +252,10 @@ def _layer_shape(layer: nn.Module, text: Any, query_size: int, key_size: int) ->
 
 
 def _mlp_elements(text: Any, *, is_sparse: bool) -> int:
-    """A gated MLP of width f keeps the gate, its activation, the other half and their product: 4 f per token.
+    """Elements per token saved by a gated MLP of width f: gate, its activation, the other half and their product, 4 f.
 
-    Experts do so for each token that is routed to them, and keep its input and output as well (the gather before and
-    the weighting after them).
+    Routed experts do so for each token they receive; they also save its input and output, for the gather before them
+    and the weighting after them.
     """
     if not is_sparse:
         return 4 * _mlp_width(text)
@@ -266,18 +267,18 @@ def _mlp_elements(text: Any, *, is_sparse: bool) -> int:
 
 
 def _routed(text: Any) -> int:
-    """Experts that a token is routed to."""
+    """Number of experts per token."""
     return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
 
 
 def _num_experts(text: Any) -> int:
-    """Experts of a layer, by any of the names that transformers' configurations have for it (5.17)."""
+    """Experts of a layer, by any of their names in transformers' configurations (5.17)."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((count for name in names if (count := getattr(text, name, None))), _routed(text))
 
 
 def _expert_parameters(decoder: nn.ModuleList) -> int:
-    """Of all experts that tokens are routed to, each parameter once."""
+    """Parameters of all routed experts, each counted once."""
     held = {
         id(parameter): parameter.numel()
         for name, module in decoder.named_modules()
@@ -288,14 +289,14 @@ def _expert_parameters(decoder: nn.ModuleList) -> int:
 
 
 def _mlp_width(text: Any) -> int:
-    """Of the widest layer, by any of the names that transformers' configurations have for it (5.17)."""
+    """Width of the widest MLP, by any of its names in transformers' configurations (5.17)."""
     names = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")
     found = next((width for name in names if (width := getattr(text, name, None))), 4 * text.hidden_size)
     return max(found) if isinstance(found, list | tuple) else found
 
 
 def _kv_windows(text: Any, num_layers: int) -> tuple[tuple[tuple[int | None, int], ...], int]:
-    """(tokens remembered, layers) of the layers that have keys and values, and how many layers have none."""
+    """(window in tokens, layers) of the layers with keys and values, and the number of layers without."""
     window = getattr(text, "sliding_window", None)
     types = getattr(text, "layer_types", None)
     if types is None:

@@ -1,4 +1,4 @@
-"""A job whose placement and batch stand: all that its estimates depend on."""
+"""A job with its placement and batch: the input of all estimates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,21 +18,21 @@ from grpo.preflight.lora import LoraChoice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What the cluster has, as told or assumed."""
+    """GPUs of the cluster, given or assumed."""
 
     gpu_bytes: int | None
-    """Memory of one GPU; None when the job runs without."""
+    """Memory of one GPU; None without GPUs."""
     tflops: float
-    """Of one GPU: trillions of operations a second in the dtype of training."""
+    """Throughput of one GPU in the training dtype, in TFLOPS."""
     tbps: float
-    """Terabytes a second from one GPU's memory."""
+    """Memory bandwidth of one GPU, in TB/s."""
     is_a100: bool = False
-    """Whether that is known."""
+    """True if the GPU is known to be an A100."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedJob:
-    """All that the estimates depend on."""
+    """Input of all estimates."""
 
     args: PlannedConfig
     launcher: Launcher
@@ -42,17 +42,17 @@ class PlacedJob:
     shape: ModelShape
     sync: WeightSyncShape
     dtype: torch.dtype
-    """In which trainer and engines compute (`engine_settings.compute_dtype`)."""
+    """Compute dtype of trainer and engines (`engine_settings.compute_dtype`)."""
     loaded_dtype: torch.dtype
-    """In which the model is loaded (`engine_settings.loaded_dtype`)."""
+    """Dtype in which the model is loaded (`engine_settings.loaded_dtype`)."""
     lora: LoraChoice | None
     adapter_elements: int
-    """Of an engine's space for adapters (`PlannedLora.engine_elements`)."""
+    """Elements of an engine's LoRA slots (`PlannedLora.engine_elements`)."""
     flash_attention: bool
     reward_parameters: int
-    """Of the reward model; 0 without one."""
+    """Parameters of the reward model; 0 without one."""
     images: Images | None = None
-    """Of its prompts."""
+    """Images of its prompts."""
 
     @property
     def has_gpus(self) -> bool:
@@ -60,24 +60,24 @@ class PlacedJob:
 
     @property
     def backend(self) -> str:
-        """Of the weight sync: "nccl" or "shm"."""
+        """Backend of the weight sync: "nccl" or "shm"."""
         return choose_backend(self.args.vllm_sync_backend, has_gpus=self.has_gpus)
 
     @property
     def gathers_on_device(self) -> bool:
-        """Whether ZeRO-3's shards travel by NCCL."""
+        """True if ZeRO-3's shards are gathered by NCCL."""
         return self.has_gpus and self.args.ddp_backend != "gloo"
 
     @property
     def model_bytes(self) -> int:
-        """Of one copy in the dtype of the engines."""
+        """Size of one copy of the model in the engines' dtype."""
         return self.shape.engine_parameters * self.dtype.itemsize
 
     def sharding(self) -> Sharding:
-        """Of the launcher's DeepSpeed, else of the training file's.
+        """Sharding by the launcher's DeepSpeed section, else by the training file's.
 
         Raises:
-            ValueError: its file cannot be read.
+            ValueError: the file cannot be read.
         """
         return read_sharding(
             zero_of(self.launcher, self.args),

@@ -1,4 +1,4 @@
-"""GPUs to ranks and engines, on nodes that need not be alike."""
+"""Assign GPUs to ranks and engines; nodes may differ."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +13,10 @@ ASSUMED_GPUS_PER_NODE = 8
 
 
 def gpus_of_nodes(asked: Sequence[int] | None, launcher: Launcher) -> tuple[tuple[int, ...], str | None]:
-    """GPUs of each node (0 without GPUs), and what was assumed about them.
+    """Return the GPUs of each node (0 without GPUs), and the assumption behind them (None if they were given).
 
-    Raises ValueError when `asked` has another number of nodes than the launcher.
+    Raises:
+        ValueError: `asked` has another number of nodes than the launcher.
     """
     nodes = launcher.num_machines
     if launcher.use_cpu:
@@ -32,7 +33,7 @@ def gpus_of_nodes(asked: Sequence[int] | None, launcher: Launcher) -> tuple[tupl
 
 
 def assumed_launcher(nodes: int, asked: Sequence[int] | None, train_arguments: Sequence[str]) -> Launcher:
-    """ZeRO-3 in bfloat16 on all GPUs that are not reserved, where nobody says how the job is launched.
+    """Assume a launcher, if none is given: ZeRO-3 in bfloat16 on all GPUs except those for inference.
 
     Raises:
         ValueError: the training file cannot be read.
@@ -51,12 +52,13 @@ def assumed_launcher(nodes: int, asked: Sequence[int] | None, train_arguments: S
 
 
 def place(launcher: Launcher, gpus: Sequence[int], **engines: Any) -> tuple[NodeTopology, ...]:
-    """The local main's view of each node, by the code and with the refusals of the ranks themselves.
-
-    Raises ValueError as they do.
+    """Return the topology of each node as its local main sees it, by the code of the ranks themselves.
 
     Args:
-        engines: their settings, as `plan_node` takes them.
+        engines: their settings, as for `plan_node`.
+
+    Raises:
+        ValueError: as `plan_node`.
     """
     places = [(node, local_rank) for node, count in enumerate(launcher.counts) for local_rank in range(count)]
     launches = [

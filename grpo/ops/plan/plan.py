@@ -1,4 +1,4 @@
-"""The record of a plan, and its verdict. Light: a file that is missing is reported before TRL is loaded."""
+"""Record of a plan, and its verdict. Imports little: a missing file is reported before TRL is loaded."""
 
 import contextlib
 import warnings
@@ -22,30 +22,31 @@ Memory = Literal["fits", "may not fit", "does not fit", "unknown"]
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """What was found out, filled in as it is; what could not be is None, and `errors` or `unknown` say why."""
+    """Plan of a job, filled in step by step. A field that could not be computed is None; `errors` or `unknown` say
+    why."""
 
     errors: list[str] = field(default_factory=list)
-    """What cannot work: exit code 1."""
+    """Impossible settings: exit code 1."""
     unknown: list[str] = field(default_factory=list)
-    """Why memory is not estimated: exit code 1, for it is no yes."""
+    """Reasons why memory is not estimated: exit code 1 too."""
     warnings: list[str] = field(default_factory=list)
-    """What works, but probably not as meant, and what a smaller micro-batch makes fit."""
+    """Valid but probably unintended settings, and shortfalls mended by a smaller micro-batch."""
     assumptions: list[str] = field(default_factory=list)
     memory: Memory = "unknown"
-    """Whether the model fits, by estimate; "may not fit": with a smaller micro-batch."""
+    """Verdict on memory, by estimate; "may not fit": fits with a smaller micro-batch."""
     launcher: "Launcher | None" = None
     gpus_per_node: tuple[int, ...] | None = None
     nodes: "tuple[NodeTopology, ...] | None" = None
-    """The placement as the local main of each node will see it."""
+    """Placement as the local main of each node will see it."""
     batch: "PlannedBatch | None" = None
     lora: "LoraChoice | None" = None
-    """How adapters reach the engines; None without any."""
+    """LoRA in the engines, merged or as an adapter; None without LoRA."""
     model: "ModelShape | None" = None
     trains: str = ""
-    """Of a multimodal model, what of it is trained."""
+    """Trained parts of a multimodal model."""
     estimates: "Estimates | None" = None
     advice: "SizeAdvice | None" = None
-    """How many GPUs to reserve, by estimate; None where that cannot be said."""
+    """Advice on the number of inference GPUs, by estimate; None if there is none to give."""
 
     @property
     def works(self) -> bool:
@@ -53,7 +54,7 @@ class Plan:
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """A mistake that is raised inside becomes an error, in one line, and ends what is inside."""
+        """Turn a user's mistake raised in the block into one line of `errors`; the block ends there."""
         from grpo.faults.kinds import is_users
         from grpo.ops.mistakes import message_of
 
@@ -77,9 +78,10 @@ class Plan:
             self.assumptions.append(what)
 
     def verdict(self) -> str:
-        """In one line: does it work, and how well.
+        """Summarize the plan in one line.
 
-        'fits: 26.0 of 80 GiB on a training GPU, 668 sequences at once on an engine, about 172 s a step; reserve 2
+        Example: 'fits: 26.0 of 80 GiB on a training GPU, 668 sequences at once on an engine, about 172 s a step;
+          reserve 2
         instead of 1 would be 156 s'.
         """
         figures = self._figures()

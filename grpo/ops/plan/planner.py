@@ -1,4 +1,4 @@
-"""Makes a plan, as far as it goes: placement, batch, estimates."""
+"""Make a plan, as far as possible: placement, batch, estimates."""
 
 import argparse
 from collections.abc import Callable
@@ -37,11 +37,11 @@ from grpo.preflight.model import local_model, reason_of
 from grpo.preflight.quantisation import check_own_quantisation, four_bits_of, given_once
 from grpo.record.folder import check_writable
 
-ONE_BY_ONE = ("enable_expert_parallel", "quantization")  # engine settings with which experts are not loaded at once
+ONE_BY_ONE = ("enable_expert_parallel", "quantization")  # with these engine settings experts are not loaded at once
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """As much of the plan as the arguments of the command allow; what is wrong is in its `errors`."""
+    """Make as much of the plan as the arguments allow; problems are in its `errors`."""
     plan = Plan()
     flags = [*(["--model_name_or_path", args.model] if args.model else []), *args.train_flags]
     with plan.refusing():
@@ -62,7 +62,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 class _Planner:
-    """Fills `plan` in with what the job's arguments lead to."""
+    """Fills in `plan` from the job's arguments."""
 
     def __init__(self, plan: Plan, args: argparse.Namespace, launcher: Launcher, arguments: Arguments) -> None:
         training = arguments.training
@@ -72,7 +72,7 @@ class _Planner:
         self.arguments = arguments
         self.launcher = plan.launcher = replace(launcher, use_cpu=launcher.use_cpu or training.use_cpu)
         self.config: Any = None
-        """Of the model that will be trained; None when it cannot be read."""
+        """Configuration of the model to train; None if it cannot be read."""
         self.lora: PlannedLora | None = None
 
     def fill_in(self) -> None:
@@ -82,7 +82,7 @@ class _Planner:
                 check(self.arguments)
         try:
             check_writable(Path(training.output_dir))
-        except (OSError, ValueError) as error:  # of this machine, which may not be one of the cluster's
+        except (OSError, ValueError) as error:  # of this machine, which may not belong to the cluster
             plan.warnings.append(f"on this machine {error}")
         self.config = self._model_config()
         if training.local_mode:
@@ -109,7 +109,7 @@ class _Planner:
                 self._estimate(plan.nodes, batch)
 
     def _checks(self) -> list[Callable[[Arguments], None]]:
-        """The trainer's; of a model that is sized alone, data and rewards may be missing."""
+        """The trainer's checks; if only a model is sized, data set and rewards may be missing."""
         script, left_out = self.script, {}
         if self.model.model_name_or_path is not None and (self.args.model or self.args.config is None):
             if not (script.dataset_name or self.arguments.mixture.datasets):
@@ -121,16 +121,16 @@ class _Planner:
         return [check for check in CHECKS if check not in left_out]
 
     def _model_config(self) -> Any:
-        """None, with an error, when it cannot be read."""
+        """Read the model's configuration; None, with an error, if it cannot be read."""
         if self.model.model_name_or_path is None:
             self.plan.assume("no model is named: the demo, with its model of 0.6 M parameters")
             return AutoConfig.from_pretrained(MODEL)
         return self._read_config("model_name_or_path", self.model.model_name_or_path)
 
     def _read_config(self, setting: str, name: str) -> Any:
-        """The configuration of the model that `setting` names; None when it cannot be read.
+        """Read the configuration of the model in `setting`; None if it cannot be read.
 
-        That is an error, or unknown where it is a hub id and this machine may be the reason.
+        This is an error, or `unknown` for a Hub id if this machine may be the reason.
         """
         try:
             is_local = local_model(name, setting) is not None
@@ -142,7 +142,7 @@ class _Planner:
             config = model_config(name if training.trust_remote_code else found, training)
         except (OSError, ValueError, StrictDataclassError) as error:
             causes = (error, error.__cause__)
-            is_gated = any(isinstance(cause, GatedRepoError) for cause in causes)  # a RepositoryNotFoundError, too
+            is_gated = any(isinstance(cause, GatedRepoError) for cause in causes)  # also a RepositoryNotFoundError
             absent = any(isinstance(cause, RepositoryNotFoundError | RevisionNotFoundError) for cause in causes)
             is_known = is_local or (absent and not is_gated)
             (self.plan.errors if is_known else self.plan.unknown).append(
@@ -154,7 +154,7 @@ class _Planner:
         return config
 
     def _place(self) -> None:
-        """GPUs to ranks and engines, by the code that the ranks will run."""
+        """Assign GPUs to ranks and engines, by the code of the ranks themselves."""
         plan, training = self.plan, self.training
         split = self.config is not None and training.vllm_tensor_parallel_size != 1
         heads, key_value_heads = head_counts(self.config) if split else (None, None)
@@ -179,10 +179,10 @@ class _Planner:
         choose_backend(training.vllm_sync_backend, has_gpus=not self.launcher.use_cpu)
 
     def _wrap(self) -> None:
-        """The model with its adapters, where there are any."""
+        """Wrap the model with its adapters, if any."""
         zero3 = zero_of(self.launcher, self.training).get("stage") == 3
         peft_config = get_peft_config(self.model)
-        is_reported = self.model.load_in_8bit or peft_config is None  # by `CHECKS`
+        is_reported = self.model.load_in_8bit or peft_config is None  # reported by `CHECKS`
         asked = given_once(None if is_reported else quantisation_of(self.model), self.training.model_init_kwargs)
         if peft_config is None and asked is None:
             return
@@ -219,12 +219,12 @@ class _Planner:
         )
 
     def _estimate(self, nodes: tuple[NodeTopology, ...], batch: PlannedBatch) -> None:
-        """Memory and weight sync, from the shape of the model."""
+        """Estimate memory and weight sync from the shape of the model."""
         plan, config, optim = self.plan, self.config, self.training.optim
         try:
             job = self._placed_job(nodes, batch)
             plan.model, plan.estimates = job.shape, estimate(job)
-        except (AttributeError, TypeError) as error:  # what a configuration calls otherwise
+        except (AttributeError, TypeError) as error:  # the configuration has other names
             plan.unknown.append(
                 f"the memory of a {config.model_type} is left out: its configuration is not understood "
                 f"({type(error).__name__}: {error})"
@@ -298,7 +298,7 @@ class _Planner:
         )
 
     def _images(self) -> Images | None:
-        """Of prompts, where there are any."""
+        """Images of the prompts, if any."""
         args, training = self.args, self.training
         if args.images is None or not is_multimodal(self.config):
             return None

@@ -1,4 +1,4 @@
-"""What would make a job fit its training GPUs: each change is tried by the same estimate before it is advised."""
+"""Changes with which a job would fit its training GPUs; each is tried with the same estimate before it is advised."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,12 +7,12 @@ from grpo.ops.plan.estimates import Setup, training_memory
 from grpo.ops.plan.memory_budget import Budget
 from grpo.ops.plan.placed_job import PlacedJob
 
-MOST_NODES = 8  # times as many as there are: more is no advice
+MOST_NODES = 8  # times the present number: beyond it there is no advice
 MOST_SHOWN = 3
 
 
 def advice_on(job: PlacedJob, setup: Setup, budget: Budget) -> str:
-    """Single changes that are enough, else the fewest that are together."""
+    """Return the sufficient single changes, else the smallest sufficient combination."""
     alone = [text for text, changed in _changes(job, setup) if training_memory(job, changed).fits]
     if nodes := _nodes_that_fit(job, setup):
         alone.append(_use_nodes(job, nodes))
@@ -35,12 +35,12 @@ def advice_on(job: PlacedJob, setup: Setup, budget: Budget) -> str:
 
 
 def with_sequences(setup: Setup, sequences: int) -> Setup:
-    """With so many completions in a micro-batch."""
+    """Return the setup with this number of completions in a micro-batch."""
     return replace(setup, micro_batch=replace(setup.micro_batch, sequences=sequences))
 
 
 def _changes(job: PlacedJob, setup: Setup) -> Iterator[tuple[str, Setup]]:
-    """(what to do, the job then); those that cost nothing come first."""
+    """(advice, changed setup); changes without a cost come first."""
     sharding, batch = setup.sharding, setup.micro_batch
     if sharding.stage < 3:
         yield (
@@ -73,7 +73,7 @@ def _changes(job: PlacedJob, setup: Setup) -> Iterator[tuple[str, Setup]]:
 
 
 def _nodes_that_fit(job: PlacedJob, setup: Setup) -> int | None:
-    """The fewest nodes of as many ranks on which it fits; only ZeRO-3 divides all states by the ranks."""
+    """Return the fewest nodes (of the same number of ranks) on which the job fits; only ZeRO-3 splits all states."""
     if setup.sharding.stage < 3:
         return None
     for nodes in range(len(job.nodes) + 1, MOST_NODES * len(job.nodes) + 1):
@@ -88,5 +88,5 @@ def _use_nodes(job: PlacedJob, nodes: int) -> str:
 
 
 def _ranks_on(job: PlacedJob, nodes: int) -> int:
-    """With more nodes, each of which has as many ranks as the largest one now."""
+    """Number of ranks on `nodes` nodes; each added one has as many as the largest one now."""
     return job.launcher.num_processes + (nodes - len(job.nodes)) * max(job.launcher.counts)

@@ -1,4 +1,4 @@
-"""What of a placed job does not fit, by estimate: whatever the batch, or with this micro-batch alone."""
+"""Parts of a placed job that do not fit, by estimate: with any batch, or with this micro-batch only."""
 
 from dataclasses import replace
 
@@ -11,11 +11,13 @@ from grpo.ops.plan.remedies import advice_on, with_sequences
 from grpo.ops.plan.zero_memory import ddp_bytes_of
 from grpo.place.launch import either
 
-ENGINE_BUCKETS = 2  # on an engine's GPU: the one that arrives, and the one before it while a layer waits for its rest
+# on an engine's GPU: the arriving one, and the previous one while a layer waits for its remaining tensors
+ENGINE_BUCKETS = 2
 
 
 def shortfalls_of(job: PlacedJob, estimates: Estimates) -> tuple[list[str], list[str]]:
-    """What does not fit whatever the batch; and what a smaller micro-batch, or a smaller share for vLLM, makes fit."""
+    """Return (errors, warnings): shortfalls with any batch, and those mended by a smaller micro-batch or share for
+    vLLM."""
     budget, errors, warnings = estimates.training, _engine_errors(job, estimates), _engine_warnings(job, estimates)
     if not budget.fits:
         setup = setup_of(job, estimates.sharding)
@@ -25,7 +27,7 @@ def shortfalls_of(job: PlacedJob, estimates: Estimates) -> tuple[list[str], list
 
 
 def fits_with(job: PlacedJob, *, ranks_per_node: int) -> bool:
-    """Whether the job's training GPUs hold it with so many ranks on each node, at one completion in a micro-batch."""
+    """True if the training GPUs hold the job with `ranks_per_node`, at one completion in a micro-batch."""
     setup = setup_of(job, job.sharding())
     sharding = replace(setup.sharding, world_size=ranks_per_node * len(job.nodes))
     return training_memory(job, with_sequences(replace(setup, sharding=sharding), 1)).fits
@@ -53,7 +55,7 @@ def _training_shortfall(job: PlacedJob, setup: Setup, budget: Budget, *, is_of_b
 
 
 def _engine_errors(job: PlacedJob, estimates: Estimates) -> list[str]:
-    """An engine does not start without space for its weights, and for one sequence."""
+    """An engine needs memory for its weights and for one sequence to start."""
     engine, size = estimates.engine, job.args.vllm_tensor_parallel_size
     if engine.budget_bytes is None or engine.weights_bytes <= engine.budget_bytes:
         if engine.sequences_at_once >= 1 or not engine.kv_bytes_per_sequence:

@@ -1,21 +1,22 @@
-"""Seconds of a step, estimated from the model's size and the lengths alone, for advice on how many GPUs to reserve.
+"""Seconds of a step, estimated from the model's size and the lengths only, for advice on the number of inference GPUs.
 
-It is meant for the relation of the two, not for the seconds: prompts' own computation and the pauses between are left
-out. `grpo report` says better, of a run.
+The ratio of the two is the purpose, not the seconds: prefill and pauses are left out. `grpo report` measures a run.
 
-- A batch takes as long as its longest completion, which has the full length; the mean one has `MEAN_LENGTH` of it, and
-  ranks train on that. With N >= 2 batches under way N steps pass until a batch is needed: places of completions that
-  have ended go to the batches after it, and a step takes an Nth of the longest completion, or what the caches' places
-  take for the tokens of a batch.
+- A batch takes as long as its longest completion, of the full length; the mean one has `MEAN_LENGTH` of it, and ranks
+  train on the mean. With N >= 2 batches in flight, N steps pass until a batch is needed: later batches fill the slots
+  of ended completions. A step then takes an Nth of the longest completion, or the time of the caches' slots for the
+  tokens of a batch.
 
-- Sampling a token reads the weights and the keys and values of all running sequences once, or computes 2 operations per
-  parameter and sequence, whichever takes longer (Pope et al., https://arxiv.org/abs/2211.05102, section 2).
-- A pass over a token of a sequence of s takes 2 operations per parameter and 2 s d in the attention of each layer, with
-  d = heads x head size and half of the square is masked; a backward takes two passes, checkpointing one more (Narayanan
-  et al., https://arxiv.org/abs/2104.04473, appendix), old log-probabilities (without `old_logprobs: engine`) and
-  those of the reference one each. Frozen weights are passed once in a backward; what adapters compute is not counted.
-- Of experts a token computes those that it is routed to. A step of sampling reads those that any of its sequences is
-  routed to, as if all were equally likely.
+- To sample a token, the GPU reads the weights and the keys and values of all running sequences once, or computes 2
+  operations per parameter and sequence, whichever takes longer (Pope et al., https://arxiv.org/abs/2211.05102, section
+  2).
+- A forward over a token of a sequence of s takes 2 operations per parameter and 2 s d in the attention of each layer,
+  with d = heads x head size; half of the square is masked. A backward takes two passes, checkpointing one more
+  (Narayanan et al., https://arxiv.org/abs/2104.04473, appendix). Old log-probabilities (without `old_logprobs: engine`)
+  and those of the reference take one each. Frozen weights take one pass in a backward; the compute of adapters is not
+  counted.
+- A token computes the experts on its route. A step of sampling reads the experts of all its sequences' routes, as if
+  all experts were equally likely.
 """
 
 import math
@@ -26,55 +27,56 @@ from grpo.ops import MOST_AHEAD
 from grpo.ops.plan.engine_memory import EngineMemory
 from grpo.ops.plan.placed_job import PlacedJob
 
-WORTH_IT = 0.05  # of a step: less is within the noise of an estimate
+WORTH_IT = 0.05  # of a step: below this, the difference is within the noise of an estimate
 MEAN_LENGTH = 0.25  # of the longest completion; assumed, not measured
-TRAINING_SHARE, READING_SHARE, SAMPLING_SHARE = 0.35, 0.6, 0.5  # what of these is reached; assumed, not measured
+# achieved share of the peak rates; assumed, not measured
+TRAINING_SHARE, READING_SHARE, SAMPLING_SHARE = 0.35, 0.6, 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepthAdvice:
-    """How many generation batches to have under way, and how many GPUs to reserve then, by estimate."""
+    """Advice on generation batches in flight, with the number of inference GPUs for them, by estimate."""
 
     lookahead: int
     reserve: int
     step_s: float
-    """Of one generation batch: sampling or training, whichever takes longer."""
+    """Seconds of one generation batch: sampling or training, whichever takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeAdvice:
-    """How many GPUs of each node to reserve, by estimate."""
+    """Advice on the number of inference GPUs of each node, by estimate."""
 
     gpus_per_node: int
     reserved: int
     generate_s: float
-    """Of one generation batch, with `reserved` GPUs."""
+    """Seconds to sample one generation batch, with `reserved` GPUs."""
     train_s: float
-    """On it, with the others."""
+    """Seconds to train on it, with the others."""
     reserve: int
-    """What would be better, or `reserved` again."""
+    """Better number of inference GPUs, or `reserved` again."""
     reserve_generate_s: float
     reserve_train_s: float
     overlapped: bool
-    """Whether engines sample while ranks train (`generation_lookahead`): then the longer of both counts."""
+    """True if engines sample while ranks train (`generation_lookahead`): then the longer of both counts."""
     deeper: DepthAdvice | None
-    """What would be better still; None where that is nothing."""
+    """Better depth with asynchronous generation; None if it would gain nothing."""
 
     @property
     def step_s(self) -> float:
-        """Of one generation batch, as it is."""
+        """Seconds of one generation batch, with `reserved` GPUs."""
         return self._together(self.generate_s, self.train_s)
 
     @property
     def reserve_step_s(self) -> float:
-        """With `reserve` GPUs."""
+        """Seconds of one generation batch, with `reserve` GPUs."""
         return self._together(self.reserve_generate_s, self.reserve_train_s)
 
     def _together(self, generate: float, train: float) -> float:
         return max(generate, train) if self.overlapped else generate + train
 
     def line(self) -> str:
-        """In one line for people."""
+        """Summarize the advice in one line."""
         now = f"{length(self.generate_s)} of sampling {self._joint} {length(self.train_s)} of training a batch"
         also, deeper = "", self.deeper
         if deeper is not None:
@@ -93,10 +95,10 @@ class SizeAdvice:
 
 
 def advise(job: PlacedJob, engine: EngineMemory, fits: Callable[[int], bool]) -> SizeAdvice | None:
-    """None where there is nothing to weigh: no GPUs, nodes that differ, no space for a sequence.
+    """Advise on the number of inference GPUs; None without GPUs, with unlike nodes, or without memory for a sequence.
 
     Args:
-        fits: whether so many ranks on each node hold the model.
+        fits: returns True if the given number of ranks on each node holds the model.
     """
     node, tensor_parallel = job.nodes[0], job.args.vllm_tensor_parallel_size
     gpus, reserved = len(node.devices), len(node.reserved_devices)
@@ -110,7 +112,7 @@ def advise(job: PlacedJob, engine: EngineMemory, fits: Callable[[int], bool]) ->
 
     def parts(count: int, lookahead: int = ahead) -> tuple[float, float]:
         engines = count // tensor_parallel
-        ranks = node.local_world_size if count == reserved else gpus - count  # of which some may stay idle
+        ranks = node.local_world_size if count == reserved else gpus - count  # some of them may stay idle
         return generate_s(job, engine, engines=engines, lookahead=lookahead), train_s(job, ranks=ranks)
 
     def step_s(count: int, lookahead: int = ahead) -> float:
@@ -132,21 +134,21 @@ def advise(job: PlacedJob, engine: EngineMemory, fits: Callable[[int], bool]) ->
 
 
 def best_reserved(step_s: Callable[[int], float], *, reserved: int, choices: Sequence[int]) -> int:
-    """The choice with the shortest step; `reserved`, what is so now, where that is as good by `WORTH_IT`.
+    """Return the choice with the shortest step; `reserved` if it is as good within `WORTH_IT`.
 
     Args:
-        step_s: seconds of a step with so many GPUs reserved.
+        step_s: returns the seconds of a step for a number of inference GPUs.
     """
     best = min(choices, key=step_s, default=reserved)
     return best if step_s(best) < step_s(reserved) * (1 - WORTH_IT) else reserved
 
 
 def best_depth(step_s: Callable[[int, int], float], *, now_s: float, choices: Sequence[int]) -> DepthAdvice | None:
-    """GPUs to reserve and batches to have under way, together: of those with about the shortest step the fewest
-    batches; None where no step is shorter than `now_s` by `WORTH_IT`.
+    """Return inference GPUs and batches in flight together: the fewest batches with about the shortest step; None if no
+    step is shorter than `now_s` by `WORTH_IT`.
 
     Args:
-        step_s: seconds of a step with so many GPUs reserved and so many batches under way.
+        step_s: returns the seconds of a step for a number of inference GPUs and of batches in flight.
     """
     best_s = {ahead: min((step_s(count, ahead), count) for count in choices) for ahead in range(2, MOST_AHEAD + 1)}
     shortest_s, _ = min(best_s.values())
@@ -157,8 +159,9 @@ def best_depth(step_s: Callable[[int, int], float], *, now_s: float, choices: Se
 
 
 def generate_s(job: PlacedJob, engine: EngineMemory, *, engines: int, lookahead: int = 0) -> float:
-    """One generation batch of a node, shared out over its engines, in waves of what their caches hold."""
-    under_way = lookahead * MEAN_LENGTH if lookahead > 1 else 1.0  # of the batches' completions: others have ended
+    """Estimate the seconds to sample one generation batch of a node: shared over its engines, in waves of their KV
+    caches."""
+    under_way = lookahead * MEAN_LENGTH if lookahead > 1 else 1.0  # share of the batches' completions that still run
     completions = math.ceil(under_way * job.batch.node_samples[0] / engines)
     waves = math.ceil(completions / min(engine.sequences_at_once, engine.max_num_seqs))
     at_once = completions / waves
@@ -173,7 +176,8 @@ def generate_s(job: PlacedJob, engine: EngineMemory, *, engines: int, lookahead:
 
 
 def train_s(job: PlacedJob, *, ranks: int) -> float:
-    """All of a node's completions of one generation batch, forward, backward and what else is computed for them."""
+    """Estimate the seconds to train on a node's completions of one generation batch: forward, backward,
+    log-probabilities."""
     args, shape, longest = job.args, job.shape, job.batch.sequence_tokens
     tokens = longest - (1 - MEAN_LENGTH) * min(args.max_completion_length, longest)
     attention = 2 * shape.num_layers * shape.attention_heads * shape.head_dim * tokens
@@ -186,7 +190,7 @@ def train_s(job: PlacedJob, *, ranks: int) -> float:
 
 
 def length(seconds: float) -> str:
-    """'172 s', '35 min', '0.3 s'."""
+    """Format seconds: '172 s', '35 min', '0.3 s'."""
     if seconds < 0.1:
         return "less than 0.1 s"
     return f"{seconds:.{seconds < 9.5:d}f} s" if seconds < 600 else f"{seconds / 60:.0f} min"

@@ -1,6 +1,6 @@
-"""What a weight sync holds beside the model, on the local main and on the other ranks.
+"""Memory of a weight sync beside the model, on the local main and on the other ranks.
 
-From the very buckets that it will go through: the code that sends them cuts them here, on a model without memory.
+The buckets are those of the real weight sync: its own code plans them here, on a meta model.
 """
 
 from dataclasses import dataclass
@@ -23,19 +23,19 @@ class WeightSyncShape:
     """Sizes of a weight sync, in the engine's dtype."""
 
     buffer_bytes: int
-    """One packed buffer: space for any bucket, and a tensor that is larger than the limit is a bucket of its own."""
+    """One packed buffer, as large as the largest bucket; a tensor above the limit is a bucket of its own."""
     buckets: tuple[tuple[int, ...], ...]
-    """For each bucket of a first weight sync the elements of its parameters."""
+    """Elements of each parameter, for each bucket of a first weight sync."""
     converted_bytes: int
-    """The most that a bucket's parameters take which do not travel as they are (experts fused in memory, weights with
-    their adapters): whole, and what becomes of them."""
+    """Largest sum in a bucket of parameters converted before they are sent (experts fused in memory, weights with their
+    adapters): the full tensors and the results."""
     dtype_bytes: int
     first_bytes: int
-    """To an engine that has nothing yet."""
+    """Bytes of a weight sync to an engine without weights."""
     later_bytes: int
-    """Of every other weight sync: frozen layers stay behind."""
+    """Bytes of every later weight sync: frozen layers are left out."""
     merge_bytes: int = 0
-    """To merge one adapter into its weight, the largest."""
+    """Temporary memory to merge the largest adapter into its weight."""
 
     def shard_bytes(self, world_size: int) -> int:
         """One rank's shards of the largest bucket; each parameter is padded to a multiple of the ranks."""
@@ -53,13 +53,14 @@ def sync_shape(
     trains_towers: bool = False,
     trust_remote_code: bool = False,
 ) -> WeightSyncShape:
-    """The weight sync of the causal language model that `config` describes.
+    """Compute the weight sync of the causal language model of `config`.
 
     Args:
         dtype: the engine's.
         bucket_bytes: upper size of a bucket.
-        whole_experts: whether the engine loads a layer's experts at once; not so with expert parallelism, or quantised.
-        takes_images: whether towers travel too.
+        whole_experts: True if the engine loads a layer's experts at once; False with expert parallelism or
+            quantisation.
+        takes_images: True if towers are sent too.
     """
     adapters = None if lora is None else lora.adapters
     if adapters is None:
@@ -87,20 +88,21 @@ def sync_shape(
 
 
 def experts_at_once(source: GatheredSource) -> WireFormat:
-    """What an engine answers that is not quantised and has no expert parallelism, but for the few float32 tensors."""
+    """Return the wire format of an engine without quantisation and expert parallelism, except for the few float32
+    tensors."""
     return WireFormat(whole_experts=tuple(stack.name for stack in source.experts))
 
 
 def sync_lines(
     sync: WeightSyncShape, sharding: Sharding, *, backend: str, has_gpus: bool, gathers_on_device: bool
 ) -> list[BudgetLine]:
-    """What a rank's device holds during a weight sync; without GPUs, what a rank holds, less the shared buffers.
+    """Return the memory of a weight sync on a rank's device; without GPUs, on the rank, less the shared buffers.
 
-    All of it is dropped at the weight sync's end. CUDA's allocator keeps the memory for the training that follows.
+    All of it is freed at the end. CUDA's allocator keeps the memory for the training afterwards.
 
     Args:
         backend: "nccl" or "shm", from the local main to the engines.
-        gathers_on_device: whether shards travel on the device, by NCCL; by gloo they go through the host's memory, and
+        gathers_on_device: True if shards are gathered on the device, by NCCL; by gloo they go through host memory, and
             only to the local mains.
     """
     lines: list[BudgetLine] = []

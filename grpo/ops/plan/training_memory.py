@@ -1,8 +1,8 @@
-"""Estimates of what a training rank holds beside ZeRO's states: activations, logits, and all of it added up.
+"""Estimates of a training rank's memory beside ZeRO's states: activations, logits, and the sum of all.
 
 Activations follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
-(https://arxiv.org/abs/2205.05198), counted again for what transformers' layers keep; a test compares
-them with autograd.
+(https://arxiv.org/abs/2205.05198), recounted for the tensors saved by transformers' layers; a test compares them with
+autograd.
 """
 
 from collections.abc import Sequence
@@ -12,30 +12,30 @@ from grpo.ops.plan.memory_budget import GIB, Budget, BudgetLine, Phase, make_bud
 from grpo.ops.plan.model_shape import LayerShape, ModelShape
 from grpo.ops.plan.zero_memory import MASTER_BYTES, Sharding, base_of, buffer_lines, gather_lines, states_of, step_lines
 
-CUDA_CONTEXT_BYTES = 2 * GIB  # an allowance, not measured: CUDA's context, NCCL's buffers, fragmentation
+CUDA_CONTEXT_BYTES = 2 * GIB  # an allowance, not measured: CUDA context, NCCL buffers, fragmentation
 
 # Tiles of TRL's fused language head (trl/kernels/chunked_logprob.py, 1.16): tokens, and columns of the vocabulary.
 HEAD_TILE_TOKENS = 4096
 HEAD_TILE_COLUMNS = 32768
 
 PASS: Phase = "forward and backward"
-# Of that phase, held one after the other: while the head's gradient is computed, and the layers'.
+# Two moments of this phase, one after the other: the gradient of the head, then those of the layers.
 AT_THE_HEAD = ("logits",)
 AT_THE_LAYERS = ("recomputed_layer", "layer_gradients", "reduce_copy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What a rank computes in one forward and backward."""
+    """Input of one forward and backward of a rank."""
 
     sequences: int
     sequence_tokens: int
-    """Of each: prompt and completion at their full length."""
+    """Tokens of each sequence: prompt and completion at their full length."""
     completion_tokens: int
-    """Of them those whose log-probabilities are computed."""
+    """Tokens of each sequence with a log-probability."""
     dtype_bytes: int
     checkpointing: bool
-    """Gradient checkpointing."""
+    """True with gradient checkpointing."""
     flash_attention: bool
 
     @property
@@ -44,15 +44,15 @@ class MicroBatch:
 
 
 def saved_bytes_per_token(shape: ModelShape, layer: LayerShape, batch: MicroBatch) -> int:
-    """What one decoder layer keeps per token for its backward, without checkpointing.
+    """Return the bytes per token saved by one decoder layer for backward, without checkpointing.
 
-    - a norm: its input in float32, the normalised value, if its weight is trained, and the result: 4 + 2 e per element;
-    - attention: queries, keys, values and result, e each, and a float32 log-sum per head. With padding, transformers
-      repeats keys and values for grouped heads, and every layer keeps a mask of the sequence's square; flash attention
-      does neither;
-    - the MLP or the experts (`LayerShape.mlp_elements`), e per element;
-    - LoRA: what is between its two matrices, e per rank. The adapters keep what frozen weights would not: their input.
-      Where they are on some layers alone, this is more than is kept.
+    - Norm: its input in float32, the normalised value if its weight is trained, and the result: 4 + 2 e per element.
+    - Attention: queries, keys, values and result, e each, and a float32 log-sum per head. With padding, transformers
+      repeats keys and values for grouped heads, and every layer saves a mask of the sequence's square. Flash attention
+      does neither.
+    - MLP or experts (`LayerShape.mlp_elements`): e per element.
+    - LoRA: the activation between its two matrices, e per rank. Adapters also save their input, which frozen weights
+      would not. With adapters on some layers only, this overestimates.
     """
     is_trained = layer.adapter_ranks is None
     query = shape.attention_heads * shape.head_dim
@@ -64,9 +64,10 @@ def saved_bytes_per_token(shape: ModelShape, layer: LayerShape, batch: MicroBatc
 
 
 def activation_lines(shape: ModelShape, batch: MicroBatch) -> list[BudgetLine]:
-    """Activations of one micro-batch with and without gradient checkpointing; the one that is not used is not counted.
+    """Return the activations of one micro-batch with and without gradient checkpointing; the unused variant is not
+    counted.
 
-    With checkpointing each layer keeps its input, and one layer at a time is computed again (section 5 of the paper).
+    With checkpointing each layer saves its input, and one layer at a time is recomputed (section 5 of the paper).
     """
     element, tokens, layers = batch.dtype_bytes, batch.tokens, shape.num_layers
     per_token = [saved_bytes_per_token(shape, layer, batch) for layer in shape.layers]
@@ -95,11 +96,12 @@ def activation_lines(shape: ModelShape, batch: MicroBatch) -> list[BudgetLine]:
 
 
 def head_lines(shape: ModelShape, batch: MicroBatch) -> list[BudgetLine]:
-    """TRL's fused language head: it never holds all logits, but gradients of the head in float32, and a copy of them.
+    """Return the memory of TRL's fused language head. It never holds all logits, only the float32 gradient of the head
+    and a copy of it.
 
-    While it works: one tile of logits, hidden states of the scored tokens with their float32 gradient, and the head's.
-    What it leaves to the layers' backward is the head's gradient in the dtype of training, which in float32 is no copy.
-    A frozen head has no gradient there either (`needs_input_grad` in `ChunkedLogProbFunction`, TRL 1.16).
+    At the head: one tile of logits, hidden states of the scored tokens with their float32 gradient, and the head's
+    gradient. The head's gradient in the training dtype stays for the layers' backward; in float32 there is no copy. A
+    frozen head has no gradient (`needs_input_grad` in `ChunkedLogProbFunction`, TRL 1.16).
     """
     tokens, element = batch.sequences * batch.completion_tokens, batch.dtype_bytes
     copy_bytes = 0 if element == MASTER_BYTES else element
@@ -119,7 +121,8 @@ def head_lines(shape: ModelShape, batch: MicroBatch) -> list[BudgetLine]:
 
 
 def dequantised_lines(shape: ModelShape, batch: MicroBatch) -> list[BudgetLine]:
-    """A layer of four bits makes the matrix that it multiplies with each time anew, as does a weight sync."""
+    """Return the memory of dequantised weights: a 4-bit layer dequantises its matrix for each use, as a weight sync
+    does."""
     if shape.four_bits is None:
         return []
     num_bytes = shape.four_bits.largest * batch.dtype_bytes
@@ -134,7 +137,7 @@ def dequantised_lines(shape: ModelShape, batch: MicroBatch) -> list[BudgetLine]:
 
 
 def at_the_worst_moment(lines: Sequence[BudgetLine]) -> list[BudgetLine]:
-    """The lines of two moments of one phase, of which only those of the worse one are counted."""
+    """Count only the worse of two moments within one phase."""
 
     def together(keys: tuple[str, ...]) -> int:
         return sum(line.num_bytes for line in lines if line.counted and line.key in keys)
@@ -153,12 +156,12 @@ def training_budget(
     sync: Sequence[BudgetLine] = (),
     gpu_bytes: int | None,
 ) -> Budget:
-    """All of one rank.
+    """Sum up the memory of one rank.
 
     Args:
         frozen: reference and reward models.
         images: of prompts (`image_lines`).
-        weight sync: weights on their way to the engines (`sync_lines`).
+        weight sync: buffers of the weight sync (`sync_lines`).
         gpu_bytes: memory of its GPU; None without one.
     """
     states, base = states_of(shape, sharding), base_of(shape, sharding)

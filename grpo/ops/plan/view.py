@@ -1,4 +1,4 @@
-"""How a plan is shown: tables for people, one JSON object for programs."""
+"""Display of a plan: tables for people, one JSON object for programs."""
 
 import json
 import sys
@@ -14,25 +14,25 @@ from rich.table import Table
 from grpo.ops.plan.memory_budget import Budget, Held, readable
 from grpo.ops.plan.plan import Plan
 
-if TYPE_CHECKING:  # a plan that ended early has none of them, and they load TRL
+if TYPE_CHECKING:  # a plan that ended early has none of these; importing them loads TRL
     from grpo.ops.plan.batch import PlannedBatch
     from grpo.ops.plan.engine_memory import EngineMemory
     from grpo.ops.plan.estimates import Estimates, WeightSyncBytes
     from grpo.place.topology import NodeTopology
 
-WIDTH = 120  # where there is no terminal
-NOTICEABLE_S = 0.1  # of a batch: no advice on less
+WIDTH = 120  # without a terminal
+NOTICEABLE_S = 0.1  # per batch: no advice below this
 PHASES = {"always": "always", "forward and backward": "fwd + bwd", "optimizer step": "step", "sync": "sync"}
 
 
 def print_json(plan: Plan) -> None:
-    """The whole plan: records become objects, under their fields' names."""
+    """Print the whole plan as JSON: records become objects, under their fields' names."""
     json.dump(asdict(plan) | {"works": plan.works, "verdict": plan.verdict()}, sys.stdout, indent=1)
     print()
 
 
 def print_plan(plan: Plan, *, verbose: bool) -> None:
-    """The plan on standard output: a verdict, what is wrong, advice; the tables where they are asked for."""
+    """Print the plan: verdict, errors and advice; tables with `verbose`."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, emoji=False, markup=False)
     console.print(plan.verdict(), style="bold", soft_wrap=True)
     if verbose:
@@ -68,7 +68,7 @@ def _print_tables(console: Console, plan: Plan) -> None:
 
 
 def _print_nodes(console: Console, nodes: "tuple[NodeTopology, ...]") -> None:
-    """One picture for each kind of node, and the formula over all of them."""
+    """Print one picture for each kind of node, and the formula over all of them."""
     num_ranks, num_reserved = nodes[0].world_size, sum(len(node.reserved_devices) for node in nodes)
     num_gpus = sum(len(node.devices) for node in nodes)
 
@@ -98,7 +98,7 @@ def _print_nodes(console: Console, nodes: "tuple[NodeTopology, ...]") -> None:
 
 
 def _device_roles(node: "NodeTopology") -> list[tuple[str, str]]:
-    """(device, what it does) for each device of a node, or for each process where there are no GPUs."""
+    """(device, role) for each device of a node, or for each process without GPUs."""
     ranks = [
         f"rank {node.rank + index}" if node.num_nodes == 1 else f"train {index}"
         for index in range(node.local_world_size)
@@ -207,7 +207,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _each(numbers: Sequence[float]) -> str:
-    """'224'; '112 + 96' of nodes that differ."""
+    """'224'; '112 + 96' if nodes differ."""
     return " + ".join(f"{number:g}" for number in (numbers if len({*numbers}) > 1 else numbers[:1]))
 
 

@@ -1,6 +1,6 @@
 """Estimates of ZeRO's states and buffers, after the tensors of DeepSpeed 0.19.8 (runtime/zero/stage3.py).
 
-A test compares them with the storage that a real engine holds.
+A test compares them with the storage of a real engine.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from grpo.config.refusals import ddp_bytes
 from grpo.ops.plan.memory_budget import BudgetLine, Phase, short_count
 from grpo.ops.plan.model_shape import ModelShape
 
-MASTER_BYTES = 4  # of a parameter: the float32 copy that the optimizer updates
-ADAM_BYTES = 8  # of a parameter: two float32 moments
-SIZES = {  # of `Sharding`, and what DeepSpeed's configuration calls them
+MASTER_BYTES = 4  # per parameter: the optimizer's float32 copy
+ADAM_BYTES = 8  # per parameter: two float32 moments
+SIZES = {  # fields of `Sharding`, and their keys in DeepSpeed's configuration
     "reduce_bucket_size": "reduce_bucket_size",
     "param_persistence_threshold": "stage3_param_persistence_threshold",
     "max_live_parameters": "stage3_max_live_parameters",
@@ -23,16 +23,16 @@ SIZES = {  # of `Sharding`, and what DeepSpeed's configuration calls them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How states are spread over ranks. Sizes are elements; the defaults are DeepSpeed's, which a test compares."""
+    """Sharding of states over ranks. Sizes are elements; the defaults are DeepSpeed's, checked by a test."""
 
     stage: Literal[0, 1, 2, 3]
     """ZeRO stage; 0: every rank holds all (DDP)."""
     world_size: int
     """Ranks of all nodes."""
     dtype_bytes: int
-    """Of an element of the dtype in which ranks compute."""
+    """Bytes of an element in the compute dtype."""
     loaded_bytes: int = MASTER_BYTES
-    """Of an element of the dtype in which models are loaded, and stay without DeepSpeed."""
+    """Bytes of an element in the dtype in which models are loaded; without DeepSpeed they stay in it."""
     offload_optimizer: str = "none"
     """'none', 'cpu' or 'nvme'."""
     offload_param: str = "none"
@@ -43,7 +43,7 @@ class Sharding:
 
     @property
     def gathers(self) -> bool:
-        """Whether weights have to be gathered before they can be used."""
+        """True if weights have to be gathered before use."""
         return self.stage == 3 and self.world_size > 1
 
 
@@ -55,7 +55,8 @@ def read_sharding(
     dtype_bytes: int,
     loaded_bytes: int = MASTER_BYTES,
 ) -> Sharding:
-    """The `zero_optimization` section of a DeepSpeed configuration; "auto" as transformers and accelerate fill it."""
+    """Read the `zero_optimization` section of a DeepSpeed configuration; "auto" as transformers and accelerate fill
+    it."""
     filled = {"reduce_bucket_size": hidden_size**2, "param_persistence_threshold": 10 * hidden_size}
     given = {field: zero_optimization[key] for field, key in SIZES.items() if key in zero_optimization}
     sizes = {field: filled.get(field) if value == "auto" else int(float(value)) for field, value in given.items()}
@@ -77,17 +78,17 @@ def read_sharding(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """Bytes that one rank holds for as long as it trains: weights, and of what is trained gradients and moments."""
+    """Bytes held by one rank throughout training: weights, and gradients and moments of trained parameters."""
 
     device_bytes: int
     host_bytes: int
-    """Offloaded to the host's memory; what goes to NVMe is not counted."""
+    """Offloaded to host memory; offload to NVMe is not counted."""
     how: str
 
 
 def states_of(shape: ModelShape, sharding: Sharding) -> States:
-    """ZeRO's states of what is trained (Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 3) as DeepSpeed
-    lays them out.
+    """Compute ZeRO's states of trained parameters (Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 3),
+    laid out as in DeepSpeed.
 
     With e bytes per element of the training dtype, a parameter has e bytes of weight, e of gradient
     (`grad_partitions_flat_buffer`), 4 of master weight (`fp32_partitioned_groups_flat`) and 8 of Adam moments: 16 in
@@ -123,15 +124,15 @@ def states_of(shape: ModelShape, sharding: Sharding) -> States:
 
 
 def ddp_bytes_of(shape: ModelShape, sharding: Sharding) -> int:
-    """Of a parameter that DDP trains; adapters are in float32, whatever the base is (TRL 1.16, PEFT 0.21)."""
+    """Bytes per parameter trained by DDP; adapters are in float32, with a base of any dtype (TRL 1.16, PEFT 0.21)."""
     loaded_bytes = MASTER_BYTES if shape.frozen.elements else sharding.loaded_bytes
     return ddp_bytes(loaded_bytes, world_size=sharding.world_size)
 
 
 def base_of(shape: ModelShape, sharding: Sharding) -> States | None:
-    """What is frozen beside adapters: weights alone. None where all is trained.
+    """Compute the frozen base beside adapters: weights only. None if everything is trained.
 
-    Under ZeRO-3 sharded, else whole on every rank. DeepSpeed casts it to the dtype of training.
+    Sharded under ZeRO-3, else whole on every rank. DeepSpeed casts it to the training dtype.
     """
     if not shape.frozen.elements:
         return None
@@ -152,9 +153,9 @@ def base_of(shape: ModelShape, sharding: Sharding) -> States | None:
 
 
 def buffer_lines(shape: ModelShape, sharding: Sharding) -> list[BudgetLine]:
-    """What DeepSpeed keeps between steps beside the states: it dominates small models.
+    """Return DeepSpeed's buffers between steps, beside the states; they dominate for small models.
 
-    The bucket has its size however little is trained (`ipg_buckets`).
+    The bucket has its full size however little is trained (`ipg_buckets`).
     """
     if sharding.stage == 0:
         return []
@@ -171,7 +172,7 @@ def buffer_lines(shape: ModelShape, sharding: Sharding) -> list[BudgetLine]:
 
 
 def gather_lines(shape: ModelShape, sharding: Sharding) -> list[BudgetLine]:
-    """What is gathered, or about to be reduced, while a micro-batch runs."""
+    """Return the parameters gathered and the gradients being reduced during a micro-batch."""
     if sharding.stage == 0:
         return []
     phase: Phase = "forward and backward"
@@ -190,8 +191,8 @@ def gather_lines(shape: ModelShape, sharding: Sharding) -> list[BudgetLine]:
 
 
 def step_lines(shape: ModelShape, sharding: Sharding) -> list[BudgetLine]:
-    """The gradients of one sub-group, flattened and in float32, while the optimizer works on it; below ZeRO-3 all of a
-    rank's, while it still holds what they come from (`ZeroOptimizer.step` in runtime/zero/stage_1_and_2.py)."""
+    """Return the flattened float32 gradients of one sub-group while the optimizer works on it. Below ZeRO-3 all of a
+    rank's, beside the gradients they are copied from (`ZeroOptimizer.step` in runtime/zero/stage_1_and_2.py)."""
     if not sharding.stage or sharding.offload_optimizer != "none":
         return []
     if sharding.stage < 3:
@@ -211,9 +212,10 @@ def step_lines(shape: ModelShape, sharding: Sharding) -> list[BudgetLine]:
 
 
 def frozen_line(key: str, what: str, parameters: int, sharding: Sharding) -> BudgetLine:
-    """A model that only runs forward: a reference or a reward model. Sharded under ZeRO-3, else whole on every rank.
+    """Return the memory of a reference or reward model, with forward only. Sharded under ZeRO-3, else whole on every
+    rank.
 
-    DeepSpeed casts it to the dtype of training; without, it stays as it is loaded.
+    DeepSpeed casts it to the training dtype; otherwise it stays as loaded.
     """
     element = sharding.dtype_bytes if sharding.stage else sharding.loaded_bytes
     ranks = sharding.world_size if sharding.stage == 3 else 1

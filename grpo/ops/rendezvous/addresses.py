@@ -1,4 +1,4 @@
-"""Under which addresses this machine is reached, and by which interface it reaches another."""
+"""Addresses of this machine, and its interface towards another."""
 
 import socket
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import psutil
 
 Interfaces = Mapping[str, tuple[str, ...]]
-"""IPv4 and IPv6 addresses of each interface that is up, by its name."""
+"""IPv4 and IPv6 addresses of each active interface, by name."""
 
 
 def read_interfaces() -> Interfaces:
@@ -19,7 +19,7 @@ def read_interfaces() -> Interfaces:
 
 
 def address_of(name: str) -> str:
-    """The first address that `name` resolves to; empty when it does not resolve."""
+    """First address `name` resolves to; '' if it does not resolve."""
     try:
         return str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -27,17 +27,18 @@ def address_of(name: str) -> str:
 
 
 def is_local_address(name: str) -> bool:
-    """Whether `name` resolves to an address of this machine. All of 127/8 is, and an interface has one of them."""
+    """True if `name` resolves to an address of this machine. All of 127/8 is local, but an interface has only one of
+    them."""
     address = address_of(name)
     return address.startswith("127.") or any(address in own for own in read_interfaces().values())
 
 
 def route_to(name: str, interfaces: Interfaces) -> tuple[str, str]:
-    """The interface and the own address from which packets to `name` leave; empty strings where that is unknown."""
+    """Return the interface and the own address for packets to `name`; empty strings if unknown."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # of a datagram socket: looks the route up, sends nothing
+            probe.connect(address)  # of a datagram socket: looks up the route, sends nothing
             source = str(probe.getsockname()[0])
     except OSError:
         return "", ""

@@ -1,4 +1,4 @@
-"""What must be the same on all nodes before they start one job: versions, code, the variables of NCCL and gloo."""
+"""Software that must be equal on all nodes before they start a job: versions, code, the variables of NCCL and gloo."""
 
 import hashlib
 import platform
@@ -16,21 +16,26 @@ _GIT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """What one node runs, and by which variables."""
+    """Software of one node, and its variables.
+
+    Example:
+        Software(versions={"python": "3.12.8", "torch": "2.13.0"}, commit="1f3c9a0b42de", code_digest="9d1e0c7ab345",
+                 variables={"NCCL_DEBUG_SUBSYS": "INIT"})
+    """
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Installed version by package, and that of `python`; a package that is missing is not in it."""
+    """Installed version by package, and of `python`; missing packages are left out."""
     commit: str = ""
-    """Of the checkout that the package runs from; empty when it is none, or git does not say."""
+    """Commit of the package's checkout; '' if it is none, or unknown to git."""
     code_digest: str = ""
-    """Over the package's own source files: sees edits that no commit holds."""
+    """Digest of the package's own source files: detects uncommitted edits."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """NCCL_* and GLOO_* of the environment, without those of the log."""
+    """NCCL_* and GLOO_* of the environment, without those for logging."""
 
 
 def read_software(env: Mapping[str, str]) -> Software:
-    """This node's."""
-    # NCCL comes as a package of its own, whose name holds the CUDA version.
+    """Read this node's software."""
+    # NCCL is a package of its own, with the CUDA version in its name.
     nccl = [found.name for found in metadata.distributions() if (found.name or "").startswith("nvidia-nccl")]
     folder = Path(__file__).parents[2]
     return Software(
@@ -42,7 +47,7 @@ def read_software(env: Mapping[str, str]) -> Software:
 
 
 def code_digest(folder: Path) -> str:
-    """Over names and contents of the Python files below `folder`."""
+    """Digest of names and contents of the Python files below `folder`."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -55,8 +60,8 @@ def code_digest(folder: Path) -> str:
 def differences(
     nodes: Mapping[str, Mapping[str, Hashable]], fix: str = "", *, is_fatal: bool = True
 ) -> dict[str, Trouble]:
-    """What differs between the nodes' settings, by its name; about the nodes whose value is not that of most of them,
-    or, on a tie, not the head's, which is the first."""
+    """Differences between the nodes' settings, by name; each names the nodes outside the majority. On a tie the head's
+    value, the first, is the reference."""
     found = {}
     for name, by_value in differing(list(nodes.values()), list(nodes)).items():
         order = sorted(by_value, key=lambda value: -len(by_value[value]))  # stable: the head's first on a tie
@@ -67,7 +72,7 @@ def differences(
 
 
 def compare_software(nodes: Mapping[str, Software]) -> dict[str, list[Trouble]]:
-    """What differs of `versions`, of `code` and of `variables`; the head comes first in `nodes`."""
+    """Differences of `versions`, of `code` and of `variables`; the head comes first in `nodes`."""
     versions = differences({node: one.versions for node, one in nodes.items()})
     same_code = "check out the same commit on all nodes, or install from one shared folder"
     commits = {node: {"commit": one.commit} for node, one in nodes.items() if one.commit}

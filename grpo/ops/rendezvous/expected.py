@@ -1,4 +1,4 @@
-"""Which nodes are expected, which one this is, and where they meet."""
+"""Expected nodes, the name of this one, and the address of the rendezvous."""
 
 import argparse
 import os
@@ -24,23 +24,23 @@ class Place:
     nodes: tuple[str, ...]
     """All expected names, the head first."""
     node: str
-    """This one's name."""
+    """Name of this node."""
     head_address: str
-    """Host name or IP address under which the others reach the head."""
+    """Host name or IP address of the head for the others."""
     port: int
-    """Of the store on the head."""
+    """Port of the store on the head."""
     scheduler_port: int | None = None
-    """The port that the scheduler has named for the job's own process group."""
+    """Port named by the scheduler for the job's own process group."""
     command: str
-    """What is started on each of them, for messages: `grpo doctor`."""
+    """Command started on each node, for messages: `grpo doctor`."""
     is_reported: bool = True
-    """False: nobody has named a node, and this machine is alone."""
+    """False: no node was named, and this machine is alone."""
     join_timeout_s: float = JOIN_TIMEOUT_S
-    """How long nodes are waited for, from the first one that is up."""
+    """Longest wait for nodes, from the first one that is up."""
     report_timeout_s: float = REPORT_TIMEOUT_S
-    """How long a node may take from its coming to its report."""
+    """Longest time from a node's arrival to its report."""
     started: float = field(default_factory=time.monotonic)
-    """When this one was up, by its `time.monotonic()`."""
+    """Start of this node, by its `time.monotonic()`."""
 
     @property
     def head(self) -> str:
@@ -52,7 +52,7 @@ class Place:
 
 
 def read_hostfile(path: Path) -> list[str]:
-    """The first word of each line, without comments: also MPI's `host slots=8`."""
+    """Read the first word of each line, without comments; accepts MPI's `host slots=8`."""
     lines = (line.partition("#")[0].split() for line in read_text(path, f"--hostfile {path}").splitlines())
     return [host for words in lines if words for host in expand_hostlist(words[0])]
 
@@ -60,7 +60,7 @@ def read_hostfile(path: Path) -> list[str]:
 def add_arguments(
     parser: argparse.ArgumentParser, *, default_port: int, join_timeout_s: float = JOIN_TIMEOUT_S
 ) -> None:
-    """The options by which a command is given which nodes to expect; `find_place` reads them."""
+    """Add the options for the expected nodes; `find_place` reads them."""
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     nodes = parser.add_argument_group("which nodes", "by default what the scheduler says, or this machine alone")
     nodes.add_argument("--nodes", metavar="A,B,C", help="expected nodes, the head first; Slurm's n[1-4] is understood")
@@ -90,14 +90,14 @@ def find_place(
     hostname: str | None = None,
     is_local: Callable[[str], bool] = is_local_address,
 ) -> Place:
-    """This node's place, from the command line or else from the scheduler; a machine without either is alone.
+    """Find this node's place, from the command line or else from the scheduler; a machine without either is alone.
 
     Args:
-        args: what the options of `add_arguments` were parsed into.
+        args: parsed options of `add_arguments`.
 
     Raises:
         ValueError: the options contradict each other, none of the expected names is this machine's, or the file of
-            the nodes cannot be read.
+            nodes cannot be read.
     """
     hostname = socket.gethostname() if hostname is None else hostname
     expected, reported = _expected(args, env, hostname)
@@ -108,7 +108,7 @@ def find_place(
         name = _name_of_rank(rank, expected) if rank is not None else _own_name(hostname, expected, is_local, command)
     if name not in expected:
         raise ValueError(f"--node-name {name} is none of the expected nodes {', '.join(expected)}")
-    if args.head in expected:  # that node holds the store; any other value is the address of the first
+    if args.head in expected:  # that node has the store; any other value is the address of the first
         expected.insert(0, expected.pop(expected.index(args.head)))
     return Place(
         nodes=tuple(expected),
@@ -125,7 +125,7 @@ def find_place(
 def _expected(
     args: argparse.Namespace, env: Mapping[str, str], hostname: str
 ) -> tuple[list[str], SchedulerNodes | None]:
-    """The expected names, and what the scheduler has told, where it has told them."""
+    """Return the expected names, and the scheduler's information, if they come from it."""
     reported = None
     if args.nodes is not None and args.nodes_file is not None:
         raise ValueError("--nodes and --hostfile both say which nodes to expect: give one of them")
@@ -154,7 +154,7 @@ def _name_of_rank(rank: int, expected: Sequence[str]) -> str:
 
 
 def _own_name(hostname: str, expected: Sequence[str], is_local: Callable[[str], bool], command: str) -> str:
-    """The one that means this machine: by the whole host name, its first part, or an own address."""
+    """Find this machine's name: by the full host name, its first part, or an own address."""
     short = hostname.partition(".")[0]
     matches = (
         [name for name in expected if name == hostname]

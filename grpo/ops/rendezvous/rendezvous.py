@@ -1,10 +1,10 @@
-"""Where the nodes meet: a TCPStore of their own on the head, before any launcher runs.
+"""Rendezvous of the nodes: a TCPStore of their own on the head, before any launcher runs.
 
-Each node says that it came and brings a report; the head waits, decides, and posts a verdict that all nodes get. Nobody
-waits without a deadline, and whoever did not come is named: by the head, or, when it is the head, by every other node.
+Each node announces itself and brings a report; the head waits, decides, and posts a verdict for all nodes. Every wait
+has a deadline, and missing nodes are named: by the head, or, if it is the head, by every other node.
 
-Whoever comes twice or late is reported, and fails. The head closes the rendezvous in one atomic step for each name,
-right before it decides: a process that came before is in what it decides on, and one that comes after finds it closed.
+A duplicate or late process is refused. The head closes the rendezvous in one atomic step per name, right before it
+decides: a process that came before is part of the decision, and a later one finds it closed.
 """
 
 import json
@@ -25,17 +25,17 @@ from grpo.ops.rendezvous.trouble import Trouble
 T = TypeVar("T")
 
 GRACE_S = 5.0  # a head that comes last gives the others this long to find it
-_CONNECT_S = 10.0  # for the store's handshake, which has no deadline of its own against a port that never answers
-_OPEN_S = 30.0  # from the head's store being open to its first word
+_CONNECT_S = 10.0  # for the store's handshake, which has no timeout of its own against a port that never answers
+_OPEN_S = 30.0  # from the opening of the head's store to its first message
 _LEAVE_S = 10.0  # how long the head stays for the others to read the verdict
 _POLL_S = 0.05
 _CLOCK_SAMPLES = 3
 _CLOCK_S = 60.0  # for the head's answer
-_CLOSED = 1 << 20  # more processes than ever come under one name: added to its count when the rendezvous is closed
+_CLOSED = 1 << 20  # more processes than ever come under one name: added to its count at the close
 
 
 class RendezvousFailed(RuntimeError):
-    """There is no verdict of the head for this process; `trouble` says why."""
+    """There is no verdict of the head for this process; `trouble` has the reason."""
 
     def __init__(self, node: str, message: str, fix: str) -> None:
         super().__init__(message)
@@ -44,27 +44,27 @@ class RendezvousFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeArrival:
-    """One node that came and reported."""
+    """A node with its report."""
 
     node: str
     report: bytes
-    """What it brought."""
+    """Report of the node, encoded."""
     clock_offset_s: float | None
-    """Its clock minus the head's; None when it was not measured."""
+    """Clock of the node minus the head's, in seconds; None if not measured."""
     clock_error_s: float
-    """Half the round trip of that measurement."""
+    """Half the round trip of the measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attendance:
-    """What the head decides on."""
+    """Basis of the head's decision."""
 
     arrivals: tuple[NodeArrival, ...]
-    """In the order of the expected nodes, without the head."""
+    """Arrived nodes in the order of the expected ones, without the head."""
     troubles: tuple[Trouble, ...]
-    """Who did not come, did not report, or came more than once; empty when all is well."""
+    """Missing nodes, missing reports, and duplicates; empty if all is well."""
     waited_s: float
-    """From the first node's start to the last one's coming."""
+    """Seconds from the first node's start to the last one's arrival."""
 
 
 # -- the head -----------------------------------------------------------------------------------------------------
@@ -77,21 +77,21 @@ def preside(
     *,
     opening: Any = None,
 ) -> tuple[Trouble, ...]:
-    """The head's part: opens the store, waits for the others, decides and posts the verdict.
+    """Run the head's part: open the store, wait for the others, decide, and post the verdict.
 
-    Returns within the join timeout, counted from the first node that was up, plus the report timeout for the last that
-    came.
+    Returns within the join timeout, counted from the first node that was up, plus the report timeout for the last
+    arrival.
 
     Args:
-        bring: makes the head's own report, while the others come.
-        decide: the verdict, which all nodes get. What it prints comes before what they print of it.
-        opening: JSON, handed to every other node before it makes its report.
+        bring: makes the head's own report, while the others arrive.
+        decide: returns the verdict for all nodes. Its output comes before theirs.
+        opening: JSON, passed to every other node before it makes its report.
 
     Returns:
-        Processes that came when the verdict stood: they have been reported, but the others have not.
+        Processes that came after the verdict: they have been refused, but the others do not know.
 
     Raises:
-        RendezvousFailed: the store cannot be opened, or the head's own report takes longer than the report timeout.
+        RendezvousFailed: the store cannot be opened, or the head's own report exceeds the report timeout.
     """
     try:
         store = dist.TCPStore("127.0.0.1", place.port, is_master=True, wait_for_workers=False)
@@ -121,7 +121,8 @@ def preside(
 
 
 def _receive(store: dist.Store, place: Place) -> tuple[Attendance, Mapping[str, int]]:
-    """Waits for the others, and closes: who came with what, and how many processes under each name."""
+    """Wait for the others, and close the rendezvous: returns their reports, and the number of processes under each
+    name."""
     others = place.nodes[1:]
     answers, came, first_up = _listen(store, place)
     counts = {node: store.add(f"count/{node}", _CLOSED) - _CLOSED for node in others}
@@ -137,7 +138,7 @@ def _listen(store: dist.Store, place: Place) -> tuple[dict[str, NodeArrival], di
     """Wait until all have reported or the time is up; answer requests for the head's clock.
 
     Returns:
-        Who has reported; when each node came, and when the first was up, by this node's `time.monotonic()`.
+        Reports; arrival of each node, and the first node's start, by this node's `time.monotonic()`.
     """
     others, opened, first_up = place.nodes[1:], time.monotonic(), place.started
     came: dict[str, float] = {}
@@ -170,7 +171,7 @@ def _listen(store: dist.Store, place: Place) -> tuple[dict[str, NodeArrival], di
 
 
 def _awaited(place: Place, came: Mapping[str, float], answers: Mapping[str, NodeArrival]) -> str:
-    """Who has not come, and who has and makes its report still."""
+    """Describe missing nodes, and nodes still making their report."""
     parts = [f"{node} to come" for node in place.nodes[1:] if node not in came]
     return ", ".join([*parts, *(f"the report of {node}" for node in came if node not in answers)])
 
@@ -200,7 +201,7 @@ def _one_per_node(place: Place) -> str:
 
 
 def _too_late(place: Place, node: str, before: int) -> RendezvousFailed:
-    """A process came as `node` after the head had closed; `before` others came under that name in time."""
+    """Error for a process that came as `node` after the close; `before` others came under this name in time."""
     message = f"a process came as {node} when the verdict of the head {place.head} stood already"
     if before:
         return RendezvousFailed(node, f"{message}, for another process that had come as {node}", _one_per_node(place))
@@ -211,16 +212,16 @@ def _too_late(place: Place, node: str, before: int) -> RendezvousFailed:
 
 
 def attend(place: Place, bring: Callable[[Any], str]) -> bytes:
-    """Another node's part. Returns the head's verdict.
+    """Run another node's part. Returns the head's verdict.
 
     Args:
-        bring: makes this node's report; is handed what the head opened with.
+        bring: makes this node's report; receives the head's opening.
 
     Raises:
         RendezvousFailed: the head does not come, does not answer, or has no place for this process.
     """
     until = place.started + place.join_timeout_s
-    # A head whose machine goes dark leaves calls without an end of their own.
+    # A head whose machine loses power leaves calls that never end.
     limit_s = place.join_timeout_s + 3 * place.report_timeout_s
     try:
         while True:
@@ -235,7 +236,7 @@ def attend(place: Place, bring: Callable[[Any], str]) -> bytes:
                     f"at {place.head_address}:{place.port} nodes meet for {command}, not for {place.command}",
                     "give all nodes another --port",
                 )
-            del store  # another rendezvous of this head: of what ran before, which ends
+            del store  # an earlier rendezvous of this head, about to end
             time.sleep(_POLL_S)
         _check_expected(place, nodes)
         return within(limit_s, lambda: _take_part(store, place, lambda: bring(opening), timedelta(seconds=limit_s)))
@@ -248,7 +249,7 @@ def attend(place: Place, bring: Callable[[Any], str]) -> bytes:
 
 
 def _reach(place: Place, until: float) -> None:
-    """Wait until something listens where the head should. Plain sockets say why they fail; the store does not."""
+    """Wait until the head's port is open. Plain sockets report errors; the store does not."""
     while True:
         try:
             socket.create_connection((place.head_address, place.port), timeout=2.0).close()
@@ -314,7 +315,7 @@ def _take_part(store: dist.Store, place: Place, bring: Callable[[], str], limit:
 
 
 def _measure_clock(store: dist.Store, node: str) -> tuple[float | None, float]:
-    """This clock minus the head's, and by how much that may be wrong; the quickest of a few round trips."""
+    """Measure this clock minus the head's, and the possible error; uses the fastest of a few round trips."""
     samples: list[tuple[float | None, float]] = []
     for _ in range(_CLOCK_SAMPLES):
         asked = time.time()
@@ -322,7 +323,7 @@ def _measure_clock(store: dist.Store, node: str) -> tuple[float | None, float]:
         try:
             store.wait([f"time/{node}"], timedelta(seconds=_CLOCK_S))
         except dist.DistStoreError:
-            break  # the head is not listening: of that its own deadlines tell
+            break  # the head does not answer: its own deadlines report it
         answered = time.time()
         head = float(store.get(f"time/{node}"))
         store.delete_key(f"time/{node}")

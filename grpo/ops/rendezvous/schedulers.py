@@ -1,4 +1,4 @@
-"""What a scheduler's variables say of a job's nodes: Slurm, torchrun's PET_*, Kubeflow's PyTorchJob, an indexed Job."""
+"""Nodes of a job from its scheduler's variables: Slurm, torchrun's PET_*, Kubeflow's PyTorchJob, an indexed Job."""
 
 import re
 import socket
@@ -14,34 +14,37 @@ _HOST_LIST_ENTRY = r"(?:[^\s,\[]|\[[^\]]*\])+"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerNodes:
-    """The nodes of a job, as its scheduler names them."""
+    """Nodes of a job, from its scheduler's variables.
+
+    Example: Told(nodes=("n1", "n2"), rank=1, head_address="10.0.0.1").
+    """
 
     nodes: tuple[str, ...]
-    """The head first; pods that have no names are `node0`, `node1`, …"""
+    """Head first; pods without names are `node0`, `node1`, …"""
     rank: int | None = None
-    """Which of them this one is."""
+    """Index of this node in `nodes`."""
     name: str | None = None
-    """The same by name; counts more."""
+    """Name of this node in `nodes`; takes precedence over `rank`."""
     head_address: str | None = None
-    """Under which the others reach the head; None: its name."""
+    """Address of the head for the other nodes; None: its name."""
     port: int | None = None
-    """Of the head, for the job's own process group."""
+    """Port on the head for the job's own process group."""
 
 
 def read_scheduler(env: Mapping[str, str], hostname: str) -> SchedulerNodes | None:
-    """What the variables say; None when no scheduler has started this process, or for one node alone.
+    """Read the nodes from a scheduler's variables; None without a scheduler or with one node only.
 
     Args:
-        hostname: this machine's; one without a domain is looked up where the domain matters.
+        hostname: this machine's; its domain is looked up where needed.
 
     Raises:
-        ValueError: variables that contradict each other, or leave out what is needed; says what to write.
+        ValueError: variables are missing or contradict each other; the message names the variable to set.
     """
     return _slurm(env) or _elastic(env) or _indexed_job(env, hostname)
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Slurm's notation as host names: `n[1-2,5],gpu-[08-09]-a` is n1 n2 n5 gpu-08-a gpu-09-a.
+    """Expand a Slurm host list: `n[1-2,5],gpu-[08-09]-a` is n1 n2 n5 gpu-08-a gpu-09-a.
 
     White space separates too, so the output of `scontrol show hostnames` is a host list.
     """
@@ -76,7 +79,7 @@ def _slurm(env: Mapping[str, str]) -> SchedulerNodes | None:
 
 
 def _address_in_slurm(node: str) -> str | None:
-    """What Slurm itself reaches a node by; its names need not be those of the network."""
+    """Slurm's own address of a node (`NodeAddr`); Slurm's node names need not be host names."""
     command = ["scontrol", "show", "node", node]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S).stdout
@@ -87,10 +90,10 @@ def _address_in_slurm(node: str) -> str | None:
 
 
 def _elastic(env: Mapping[str, str]) -> SchedulerNodes | None:
-    """PET_* are torchrun's own; RANK and WORLD_SIZE count nodes where a PyTorchJob sets them for a pod."""
+    """Read PET_* (torchrun's), or MASTER_ADDR with RANK and WORLD_SIZE, which count nodes if a PyTorchJob sets them."""
     address = env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR")
     ranks = {name: env[name] for name in ("PET_NODE_RANK", "RANK") if env.get(name)}
-    if not address or not ranks or env.get("LOCAL_RANK"):  # with LOCAL_RANK this is a process of a launcher
+    if not address or not ranks or env.get("LOCAL_RANK"):  # LOCAL_RANK is set: a launcher's child
         return None
     name, rank = next(iter(ranks.items()))
     per_node = env.get("PET_NPROC_PER_NODE", "")
@@ -102,7 +105,7 @@ def _elastic(env: Mapping[str, str]) -> SchedulerNodes | None:
             )
         count = _whole("PET_NNODES", low)
     elif env.get("WORLD_SIZE"):
-        # Newer operators count processes here, which PET_NPROC_PER_NODE then divides.
+        # Newer operators count processes here; PET_NPROC_PER_NODE then divides them.
         count = _whole("WORLD_SIZE", env["WORLD_SIZE"]) // max(1, int(per_node) if per_node.isdigit() else 1)
     else:
         raise ValueError(f"{name}={rank} says which node this is, but not how many there are: set PET_NNODES too")
@@ -119,7 +122,7 @@ def _elastic(env: Mapping[str, str]) -> SchedulerNodes | None:
 
 
 def _indexed_job(env: Mapping[str, str], hostname: str) -> SchedulerNodes | None:
-    """Pods are called JOB-INDEX.SERVICE, by the headless service that the Job names as its subdomain."""
+    """Pods are called JOB-INDEX.SERVICE, by the headless service named as the Job's subdomain."""
     index = env.get("JOB_COMPLETION_INDEX")
     if not index:
         return None

@@ -1,4 +1,4 @@
-"""What is wrong between nodes: one record for who is missing and for what differs."""
+"""Missing nodes and differences between nodes, in one record."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,20 +8,23 @@ _NAMES_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """Nodes that are not with the others, or not as they are."""
+    """Nodes missing, or different from the others.
+
+    Example: Trouble(message="torch: 2.13.0 on a, c; 2.12.0 on b", fix="install one version", nodes=("b",)).
+    """
 
     message: str
-    """With the values, and where they are: `torch: 2.13.0 on a, c; 2.12.0 on b`."""
+    """Values, and the nodes with each: `torch: 2.13.0 on a, c; 2.12.0 on b`."""
     fix: str
-    """What to do about it."""
+    """Remedy, as a sentence for the user."""
     nodes: tuple[str, ...]
-    """Those that it is about."""
+    """Names of the affected nodes."""
     is_fatal: bool = True
-    """False where they may be right to differ."""
+    """False if the difference may be intended."""
 
 
 def list_nodes(names: Sequence[str]) -> str:
-    """`a, b, c`, or the first few and how many there are."""
+    """Join names: `a, b, c`, or the first few and the number of the rest."""
     if len(names) <= _NAMES_SHOWN:
         return ", ".join(names)
     return f"{', '.join(names[:_NAMES_SHOWN])} and {len(names) - _NAMES_SHOWN} more"

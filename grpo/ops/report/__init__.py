@@ -1,5 +1,5 @@
-"""`grpo report`: a run, or several, as one page that opens from disk.
+"""`grpo report`: a run, or several, as one HTML page that opens from disk.
 
-The command line alone imports it; it may import what says how a run's files look (`record`, docs/metrics.md).
-It must not know how anything in them came about.
+Only the command line imports this package; it may import the definitions of a run's files (`record`, docs/metrics.md).
+It must not know how their contents came about.
 """

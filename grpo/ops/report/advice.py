@@ -1,4 +1,4 @@
-"""Advice: each a small function of the figures that names one option, or says nothing."""
+"""Advice: small functions of the figures; each names one option, or returns None."""
 
 import math
 from collections.abc import Callable
@@ -15,34 +15,34 @@ from grpo.ops.report.shares import Parts, Slowest
 from grpo.record.timeline import records
 
 MULTI_TURN = ("tools", "environment_factory", "rollout_func")  # beside the options in run.json
-LONG = 3.0  # times the mean length: a longest completion of less is no tail that more batches under way would hide
-MIN_LOGS = 5  # with fewer, the first steps, which are slow everywhere, would decide
+LONG = 3.0  # times the mean length; a longest completion below it is no tail for more batches in flight to hide
+MIN_LOGS = 5  # with fewer logs, the slow first steps would decide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What to change, and why."""
+    """One advised change, with its reason."""
 
     setting: str
-    """Option and value, as they are written in a configuration."""
+    """Option and value, as written in a configuration."""
     finding: str
-    """What was seen, in numbers: the beginning of a sentence."""
+    """Observation with its numbers: the beginning of a sentence."""
     other: str = ""
-    """What to do about it, where that is not to set the option to the value."""
+    """Action, if it is not to set the option to the value."""
     why: str
-    """What that changes, and what it costs."""
+    """Effect and cost of the change."""
     weight: float
-    """About which share of the time, or of the completions, it concerns: the largest stands first."""
+    """Approximate share of the time, or of the completions, that it affects; the largest comes first."""
 
     @property
     def do(self) -> str:
-        """The sentence's end."""
+        """End of the sentence."""
         return self.other or "set {} to {}".format(*self.setting.split(": "))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What advice goes by."""
+    """Figures of a run, the input of all advice."""
 
     run: Run
     parts: Parts
@@ -51,7 +51,7 @@ class Figures:
     idle_share: float
 
     def option(self, name: str, default: Any) -> Any:
-        """A setting of the last attempt that tells its own; the default where it is not known, or of another type."""
+        """Return a setting of the newest attempt with recorded settings; the default if unknown, or of another type."""
         value = self.run.settings.arguments.get(name)
         return value if isinstance(value, type(default)) else default
 
@@ -65,17 +65,17 @@ class Figures:
 
     @property
     def node_is_slow(self) -> bool:
-        """Whether one node holds up the others: most of the time, and by much."""
+        """True if one node delays the others: most of the time, and by much."""
         return self.slowest is not None and self.slowest.share >= 0.5 and self.slowest.ratio >= 1.25
 
     @property
     def is_multi_turn(self) -> bool:
-        """Whether there are tools, environments or a rollout function: nothing is sampled ahead then, or elsewhere."""
+        """True with tools, environments or a rollout function: then nothing is sampled ahead or on other nodes."""
         return any(self.option(name, False) for name in MULTI_TURN)
 
     @property
     def can_look_ahead(self) -> bool:
-        """Whether the next start would take `generation_lookahead`, and gain by it: not where ranks and engines share
+        """True if `generation_lookahead` is possible at the next start and would help: not if ranks and engines share
         the same cores."""
         has_rows, clips = not self.option("streams", False), self.option("old_logprobs", "trainer") == "engine"
         corrects = clips or self.option("vllm_importance_sampling_correction", True)
@@ -83,30 +83,30 @@ class Figures:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether ranks and engines wait for each other by turns, and need not."""
+        """True if ranks and engines wait for each other in turn, and need not."""
         can = self.can_look_ahead and not self.option("generation_lookahead", 0)
         return can and min(self.wait_share, self.idle_share) >= 0.15
 
     @property
     def tail(self) -> float:
-        """The longest completion over the mean one, in a batch; 0 where that is not known."""
+        """Ratio of the longest completion to the mean one, in a batch; 0 if unknown."""
         mean, longest = (shares.mean(self.run, f"completions/{name}_length") or 0.0 for name in ("mean", "max"))
         return longest / mean if mean else 0.0
 
     @property
     def depth(self) -> int | None:
-        """Batches to have under way, so that ranks do not wait for the longest completion of one: as many as it takes
-        steps, and one. None where it is not what they wait for, or where so many are under way."""
+        """Advised number of batches in flight, so that ranks do not wait for the longest completion of one: its length
+        in steps, plus one. None if this is not the cause of waiting, or if as many are in flight already."""
         generate_s, wait_s = (shares.mean(self.run, f"rollout/{name}") or 0.0 for name in ("generate_s_max", "wait_s"))
         if not self.can_look_ahead or self.wait_share < 0.15 or self.tail < LONG or not generate_s:
             return None
-        step_s = max(wait_s / self.wait_share - wait_s, generate_s / self.tail)  # of ranks and engines by themselves
+        step_s = max(wait_s / self.wait_share - wait_s, generate_s / self.tail)  # of ranks and engines independently
         depth = min(MOST_AHEAD, math.ceil(generate_s / step_s) + 1)
         return depth if depth > self.option("generation_lookahead", 0) else None
 
     @property
     def steps_between_saves(self) -> int | None:
-        """As `save_steps` has it, which may be a share of all; None where saves do not go by steps."""
+        """`save_steps`, resolved if it is a share of all steps; None if saves are not by steps."""
         every = self.run.settings.arguments.get("save_steps", 500)
         if self.option("save_strategy", "steps") != "steps" or not isinstance(every, int | float) or every <= 0:
             return None
@@ -173,7 +173,8 @@ def more_engines(figures: Figures) -> Advice | None:
         setting=f"{option}: {value}",
         finding=finding,
         why=why,
-        weight=0.9 * figures.idle_share if figures.takes_turns else left,  # sampling ahead costs no GPU: that first
+        # asynchronous generation costs no GPU: that first
+        weight=0.9 * figures.idle_share if figures.takes_turns else left,
     )
 
 
@@ -302,7 +303,7 @@ def deaths(figures: Figures) -> Advice | None:
 
 
 def count_deaths(run: Run) -> int:
-    """Engines that died and came back, over all attempts."""
+    """Count restarted engines, over all attempts."""
     died = run.metrics.get("engine/restarts")
     if died is None:
         return int(run.timeline.spans.in_phases(records.RESTART).sum())
@@ -312,7 +313,7 @@ def count_deaths(run: Run) -> int:
 
 
 def gap(figures: Figures) -> Advice | None:
-    names = ("weight_sync/logprob_gap_judged", "weight_sync/logprob_gap_mean")  # an older run has the second alone
+    names = ("weight_sync/logprob_gap_judged", "weight_sync/logprob_gap_mean")  # an older run has only the second
     apart = next((found for name in names if (found := shares.mean(figures.run, name, shares.RECENT_LOGS))), None)
     limit = shares.mean(figures.run, "weight_sync/logprob_gap_limit", shares.RECENT_LOGS)
     if not apart or not limit or apart < 0.6 * limit:
@@ -383,12 +384,12 @@ ADVICE: tuple[Callable[[Figures], Advice | None], ...] = (
 
 
 def is_judged(figures: Figures) -> bool:
-    """Whether there is enough to advise by."""
+    """True if there are enough logs for advice."""
     return max(len(figures.run.metrics.steps), len(figures.parts.steps)) >= MIN_LOGS
 
 
 def advice_for(figures: Figures) -> list[Advice]:
-    """The weightiest first; none for a run that has hardly begun."""
+    """Return advice in order of weight; none for a run that has hardly begun."""
     if not is_judged(figures):
         return []
     found = [advice for each in ADVICE if (advice := each(figures)) is not None]

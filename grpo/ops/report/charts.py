@@ -1,7 +1,7 @@
-"""Charts as Vega-Lite specifications, made with Altair, and the tables of numbers that they draw.
+"""Charts as Vega-Lite specifications, made with Altair, and their tables of numbers.
 
 A specification names its fields x0, y0, lo0, hi0 … and holds no data: the page has each table once, and fills them in.
-It holds no colour of text or grid either, which follow the reader's light or dark mode.
+It also has no colours of text or grid; these follow the reader's light or dark mode.
 """
 
 import math
@@ -13,14 +13,14 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-# Seen on white and on black alike, and distinguished without colour vision as far as so many can be.
+# Visible on white and on black, and distinguishable without colour vision as far as possible for this many.
 COLOURS = ("#3b82c4", "#e08e2b", "#4f9d52", "#d2554c", "#7c63c8", "#9a6a45", "#c05299", "#2f8f96")
 LIMIT_COLOUR = "#8b939c"
 FEW_POINTS = 30
 WHOLE_STEPS = "datum.value % 1 ? '' : format(datum.value, ',d')"
 DIGITS = 5  # of the numbers in the page
-LOGARITHMIC = "nats, logarithmic"  # a unit whose axis is: what is small and its limit are seen beside each other
-FROM_ZERO = ("share", "s", "tokens", "GiB", "weight syncs or steps")  # units whose axis begins at 0
+LOGARITHMIC = "nats, logarithmic"  # a unit with a logarithmic axis: a small value and its limit are visible together
+FROM_ZERO = ("share", "s", "tokens", "GiB", "weight syncs or steps")  # units with an axis from 0
 Columns = dict[str, list[Any]]
 
 
@@ -31,43 +31,43 @@ class Mark:
     label: str
     colour: str
     column: str
-    """Of its table: what a reader is told at a step."""
+    """Column of the table with the displayed value at a step."""
     low: str = ""
     high: str = ""
-    """Columns of a band around it, or of a layer's edges; empty where there is none."""
+    """Columns of a band around the curve, or of a layer's edges; empty without one."""
     is_dashed: bool = False
-    """A limit."""
+    """True for a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A figure of the page."""
+    """One chart of the page."""
 
     id: str
     title: str
     unit: str
-    """What the numbers are: "s", "share", "nats" …"""
+    """Unit of the numbers: "s", "share", "nats" …"""
     note: str
-    """What a band or a colour means, in a few words."""
+    """Meaning of a band or a colour, in a few words."""
     table: str
     lines: tuple[Mark, ...]
     spec: dict[str, Any]
     summary: str = ""
-    """For those who do not see it."""
+    """Text alternative for readers who cannot see the chart."""
     fields: dict[str, str] = field(default_factory=dict)
-    """The specification's names to the table's columns."""
+    """Names in the specification to columns of the table."""
     width: str = ""
-    """"wide" for a figure over the whole width."""
+    """"wide" for a chart over the full width."""
 
     def for_page(self) -> dict[str, Any]:
-        """What the script of the page needs."""
+        """Return the chart's part of the page's data, for its script."""
         lines = [{"label": line.label, "column": line.column, "colour": line.colour} for line in self.lines]
         shown = {"table": self.table, "fields": self.fields, "lines": lines, "unit": self.unit, "title": self.title}
         return {**shown, "spec": self.spec}
 
 
 def numbers(values: np.ndarray) -> list[Any]:
-    """For JSON: few digits, and None for what is not a number."""
+    """Convert to JSON numbers: few digits, None for NaN and infinity."""
     if np.issubdtype(values.dtype, np.integer):
         return values.tolist()
     return [_short(value) for value in values.tolist()]
@@ -91,7 +91,7 @@ def line_chart(
     note: str = "",
     height: int = 110,
 ) -> Chart:
-    """Curves over the steps, each with its band where it has one."""
+    """Make a chart of curves over the steps, with bands if there are any."""
     shape = tuple(
         (line.colour, bool(line.low), line.is_dashed, len(there(columns[line.column])) <= FEW_POINTS) for line in lines
     )
@@ -102,7 +102,7 @@ def line_chart(
 def stacked_chart(
     id: str, title: str, unit: str, table: str, lines: Sequence[Mark], columns: Columns, *, note: str = ""
 ) -> Chart:
-    """Layers on top of each other; each line's `low` and `high` are its layer's edges."""
+    """Make a chart of stacked layers; each line's `low` and `high` are its layer's edges."""
     spec = _stacked_spec(tuple(line.colour for line in lines))
     return _chart(id, title, unit, table, lines, columns, note=note, spec=spec, width="wide")
 
@@ -124,7 +124,7 @@ def there(values: list[Any]) -> list[Any]:
 
 
 def _axis_y(unit: str, *, is_flat: bool = False) -> alt.Axis:
-    """Vega chooses the digits by the distance between two ticks; a flat curve has only one."""
+    """Vega derives the digits from the distance of two ticks; a flat curve has only one tick."""
     shown = {"share": ".3~p", "tokens": ".3~s", "tokens/s": ".3~s"}.get(unit, ".4~g" if is_flat else "")
     return alt.Axis(tickCount=4, title=None, **({"format": shown} if shown else {}))
 
@@ -139,7 +139,7 @@ def _x() -> alt.X:
 
 
 def _cursor() -> alt.Chart:
-    """Where the reader looks: the script sets `at`."""
+    """Cursor at the reader's position: the script sets `at`."""
     opacity = alt.expr("at === null ? 0 : 0.55")
     rule = alt.Chart(alt.NamedData("one")).mark_rule(opacity=opacity, tooltip=None, aria=False)
     return rule.encode(x=alt.value(alt.expr("at === null ? 0 : scale('x', at)")))
@@ -180,21 +180,22 @@ def _stacked_spec(colours: tuple[str, ...]) -> dict[str, Any]:
 
 
 def finished(layers: list[alt.Chart], height: int) -> dict[str, Any]:
-    """Layers and the reader's cursor as one specification."""
+    """Combine layers and the reader's cursor in one specification."""
     at = alt.param(name="at", value=None)
     return specification(alt.layer(*layers, _cursor()).add_params(at), height)
 
 
 def specification(chart: alt.Chart | alt.LayerChart, height: int) -> dict[str, Any]:
-    """Of a chart that is as wide as its place in the page."""
+    """Specification of a chart as wide as its container in the page."""
     spec = chart.properties(width="container", height=height).to_dict()
-    for name in ("$schema", "config", "datasets"):  # the page's own; an address that nobody should follow
+    # the page has its own; `$schema` is an address that nobody should follow
+    for name in ("$schema", "config", "datasets"):
         spec.pop(name, None)
     return spec
 
 
 def summary_of(label: str, steps: list[Any], values: list[Any]) -> str:
-    """A curve in words."""
+    """Describe a curve in words."""
     there = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
     if not there:
         return f"{label}: no values"

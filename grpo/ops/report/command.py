@@ -1,4 +1,4 @@
-"""`grpo report RUN [RUN ...] [--watch SECONDS] [--out FILE]`: a run, or several over each other, as one page."""
+"""`grpo report RUN [RUN ...] [--watch SECONDS] [--out FILE]`: a run, or several in comparison, as one page."""
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command: 0, or 1 with the reason on stderr. Ctrl-C ends `--watch`."""
+    """Run the command; return 0, or 1 with the reason on stderr. Ctrl-C ends `--watch`."""
     if args.watch is not None and not 0 < args.watch <= DAY_S:
         print(f"grpo report: --watch is {args.watch:g}: give seconds, more than 0 and up to a day", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""Two to eight runs over each other."""
+"""Comparison of two to eight runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,13 +48,13 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A page of several runs."""
+    """Contents of a page of several runs."""
 
     sentence: str
     runs: tuple[Compared, ...]
     curves: Multiples
     settings: tuple[tuple[str, tuple[str, ...]], ...]
-    """Name, and its value in each run, of settings, versions and topology that are not the same everywhere."""
+    """Name, and its value in each run, of differing settings, versions and topology."""
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
@@ -79,7 +79,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
 
 
 def sentence_of(compared: Sequence[Compared]) -> str:
-    """Who is fastest, and what each had learnt at the last step that all of them reached."""
+    """Name the fastest run, and the reward of each at the last step reached by all."""
     said = []
     timed = sorted((each for each in compared if each.step_s), key=lambda each: each.step_s or 0.0)
     if len(timed) > 1:
@@ -100,7 +100,7 @@ def sentence_of(compared: Sequence[Compared]) -> str:
 
 
 def reward_at(run: Run, step: int) -> float | None:
-    """Mean of the logs up to a step."""
+    """Mean reward of the last logs up to a step."""
     column = run.metrics.get("reward")
     if column is None:
         return None
@@ -109,14 +109,14 @@ def reward_at(run: Run, step: int) -> float | None:
 
 
 def curves_of(compared: Sequence[Compared]) -> Multiples:
-    """One figure for each metric that a run has, one colour for each run."""
+    """Make one chart for each metric of the runs, with one colour per run."""
     found = Multiples("runs")
     bins = [bins_of(len(each.run.metrics.steps)) for each in compared]
     of_runs = [each.last(one.run.metrics.steps) for each, one in zip(bins, compared, strict=True)]
     steps = np.unique(np.concatenate(of_runs)) if of_runs else np.zeros(0, dtype=np.int64)
     columns = found.tables["runs"] = {"step": numbers(steps)}
     functions = sorted({name for each in compared for name in each.run.metrics.reward_functions})
-    shown = functions if len(functions) > 1 else []  # one function is the reward
+    shown = functions if len(functions) > 1 else []  # a single function is the reward
     of_functions = [(f"Reward function {name}", "reward", f"rewards/{name}/mean") for name in shown]
     for title, unit, name in [CURVES[0], *of_functions, *CURVES[1:]]:
         lines = []
@@ -134,7 +134,7 @@ def curves_of(compared: Sequence[Compared]) -> Multiples:
 
 
 def flat(run: Run) -> dict[str, str]:
-    """What a run was started with, as names and texts."""
+    """Arguments, versions and topology of a run, as names and texts."""
     last = run.last
     found = {name: text_of(value) for name, value in last.arguments.items()}
     found |= {f"version of {name}": version for name, version in last.versions.items()}

@@ -1,4 +1,4 @@
-"""Completions of the sampled prompts, as many as fit the page: prompts that come again first, then some of all logs."""
+"""Completions of sampled prompts within the page's size: recurring prompts first, then some of all logs."""
 
 import re
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ DETAILS = ("advantage", "node", "engine", "policy_version", "completion_tokens",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageLimits:
-    """How much is shown."""
+    """Limits of the completions on a page."""
 
     prompts: int
     steps: int
     samples: int
-    """Of one prompt at one step."""
+    """Samples of one prompt at one step."""
     characters: int
-    """Of one text."""
+    """Characters of one text."""
 
 
-# The first that fits `MAX_BYTES`.
+# The first that fits `MAX_BYTES` is used.
 LIMITS = (
     PageLimits(prompts=96, steps=48, samples=16, characters=6000),
     PageLimits(prompts=24, steps=24, samples=16, characters=6000),
@@ -49,14 +49,14 @@ class Browser:
     prompts: list[dict[str, Any]]
     """`set`, `text`, and `groups` by step: samples by reward, the best first."""
     note: str
-    """What of it is not shown."""
+    """Sentence on the parts left out."""
 
     def for_page(self) -> dict[str, Any]:
         return {"functions": self.functions, "prompts": self.prompts}
 
 
 def read_completions(folder: Path, missing: list[str]) -> Browser | None:
-    """None where there are none; files that cannot be read get a line in `missing`."""
+    """Read the completions; None without any. Unreadable files get a line in `missing`."""
     files: dict[int, list[tuple[str, Path]]] = {}
     for path in sorted((folder / COMPLETIONS_FOLDER).glob("*step-*.parquet")):
         if found := re.fullmatch(r"(?:(eval)-(?:(.+)-)?)?step-(\d+)\.parquet", path.name):
@@ -91,7 +91,11 @@ def read_completions(folder: Path, missing: list[str]) -> Browser | None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Raises OSError, ValueError, KeyError, ArrowException: it is no such file, or damaged."""
+    """Read one file of completions.
+
+    Raises:
+        OSError, ValueError, KeyError, ArrowException: the file is damaged or of another kind.
+    """
     table = pq.read_table(path)
     if lacking := [name for name in NEEDED if name not in table.column_names]:
         raise KeyError(f"it has no column {', '.join(lacking)}")
@@ -99,7 +103,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def spread_over(each: Sequence[Any], most: int) -> list[Any]:
-    """The first, the last, and between them as evenly as can be."""
+    """Pick at most `most` items: the first, the last, and evenly spaced ones between them."""
     if len(each) <= most:
         return list(each)
     last = len(each) - 1
@@ -108,7 +112,7 @@ def spread_over(each: Sequence[Any], most: int) -> list[Any]:
 
 
 def choose(rows: dict[int, list[dict[str, Any]]], functions: list[str], limits: PageLimits) -> list[dict[str, Any]]:
-    """Those prompts first that come at most steps; of those that come once, as many from early as from late steps."""
+    """Choose prompts: first those recurring at most steps, then single ones evenly from early to late steps."""
     groups: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}
     for step in spread_over(sorted(rows), limits.steps):
         for row in rows[step]:
@@ -132,7 +136,7 @@ def choose(rows: dict[int, list[dict[str, Any]]], functions: list[str], limits: 
 
 
 def samples_of(rows: list[dict[str, Any]], functions: list[str], limits: PageLimits) -> list[list[Any]]:
-    """By reward; of many the best and the worst. Each: text, reward, rewards, and `DETAILS`."""
+    """Samples by reward; of many the best and the worst. Each: text, reward, rewards, and `DETAILS`."""
     ordered = sorted(rows, key=lambda row: -number(row["reward"]))
     if len(ordered) > limits.samples:
         ordered = ordered[: limits.samples - limits.samples // 2] + ordered[-(limits.samples // 2) :]
@@ -148,7 +152,7 @@ def samples_of(rows: list[dict[str, Any]], functions: list[str], limits: PageLim
 
 
 def number(value: Any) -> float:
-    """For sorting: what is no number comes last."""
+    """Sort key: non-numbers come last."""
     return float(value) if isinstance(value, int | float) and value == value else float("-inf")
 
 
@@ -165,7 +169,7 @@ def cut(text: str, characters: int) -> str:
 def note_of(
     prompts: list[dict[str, Any]], rows: dict[int, list[dict[str, Any]]], num_steps: int, limits: PageLimits
 ) -> str:
-    """In a sentence."""
+    """Describe the omitted part in a sentence; '' if all is shown."""
     shown = {group["step"] for each in prompts for group in each["groups"]}
     total = len({(row["set"], row["prompt_id"]) for each in rows.values() for row in each})
     if len(shown) == num_steps and len(prompts) == total:

@@ -1,4 +1,4 @@
-"""The small multiples: which curves a run has, and the tables behind them."""
+"""Small multiples: the curves of a run, and their tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,28 +10,28 @@ from grpo.ops.report.reading import Metrics, Run
 from grpo.ops.report.thinning import Bins, bins_of
 
 BLUE, ORANGE = COLOURS[:2]
-SMOOTHED = 20  # points of a smoothed curve's window are the run's, divided by this
+SMOOTHED = 20  # window of a smoothed curve: the run's points, divided by this
 
 
 @dataclass(slots=True)
 class Multiples:
-    """Figures of one tab, filled one by one."""
+    """Charts of one tab, added one by one."""
 
     name: str = "time"
     charts: list[Chart] = field(default_factory=list)
     tables: dict[str, Columns] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
-    """Metrics that the run has not logged."""
+    """Metrics absent from the run's logs."""
 
     def add(self, title: str, unit: str, table: str, lines: Sequence[Mark], *, note: str = "") -> None:
-        """A figure of curves whose columns are in that table already."""
+        """Add a chart of curves; their columns must be in the table already."""
         id = f"{self.name}-{len(self.charts)}-{title.lower().replace(' ', '-')}"
         self.charts.append(line_chart(id, title, unit, table, lines, self.tables[table], note=note))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A figure by the metrics that it shows."""
+    """One chart, defined by its metrics."""
 
     title: str
     unit: str
@@ -39,7 +39,7 @@ class Curve:
     """Name and label of each."""
     limit: str = ""
     is_smoothed: bool = False
-    """With the mean of as many logs around each as a twentieth of the run has."""
+    """True for a moving average over a twentieth of the run's logs."""
 
 
 PROGRESS = (
@@ -110,7 +110,7 @@ WAITS = (
 
 
 def overview(run: Run) -> dict[str, tuple[str, Multiples]]:
-    """By group, in order: what is healthy, and figures."""
+    """Return the charts by group, in order, each group with a description of the healthy case."""
     bins = bins_of(len(run.metrics.steps))
     functions = [
         Curve(
@@ -120,7 +120,7 @@ def overview(run: Run) -> dict[str, tuple[str, Multiples]]:
             is_smoothed=True,
         )
         for name in run.metrics.reward_functions
-        if len(run.metrics.reward_functions) > 1  # one function is the reward
+        if len(run.metrics.reward_functions) > 1  # a single function is the reward
     ]
     lag = run.metrics.get("rollout/policy_lag")
     has_lag = lag is not None and bool((lag > 0).any())
@@ -154,7 +154,7 @@ def steps_of(metrics: Metrics, bins: Bins) -> Columns:
 
 
 def add_curves(found: Multiples, metrics: Metrics, bins: Bins, table: str, curves: Sequence[Curve]) -> None:
-    """Into that table of `found`, which has its steps already."""
+    """Add curves to a table of `found` that already has its steps."""
     columns = found.tables[table]
     for curve in curves:
         has_band = bins.is_thinned and len(curve.metrics) == 1
@@ -181,7 +181,7 @@ def add_curves(found: Multiples, metrics: Metrics, bins: Bins, table: str, curve
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """The mean of a window of a twentieth of the points around each, of those that are there."""
+    """Moving average over a twentieth of the points; missing points are skipped."""
     window = np.ones(max(3, len(values) // SMOOTHED))
     known = np.isfinite(values)
     sums = np.convolve(np.where(known, values, 0.0), window, mode="same")
@@ -190,7 +190,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def _band(values: np.ndarray, bins: Bins, columns: Columns, name: str) -> tuple[str, str]:
-    """Columns of the least and most of what one point stands for. Returns their names."""
+    """Add columns with the minimum and maximum behind each point; return their names."""
     low = f"{name}:low"
     high = f"{name}:high"
     columns[low] = numbers(bins.least(values))
@@ -199,7 +199,7 @@ def _band(values: np.ndarray, bins: Bins, columns: Columns, name: str) -> tuple[
 
 
 def add_usages(found: Multiples, run: Run) -> None:
-    """What ranks' and engines' devices do and hold, over the steps."""
+    """Add use and memory of the devices of ranks and engines over the steps."""
     usages, metrics = run.timeline.usages, run.metrics
     known = np.isfinite(metrics.times)
     if not len(usages) or not known.any():

@@ -1,4 +1,4 @@
-"""What went wrong on the way: records, the end of the log, and what the page of troubleshooting says of it."""
+"""Failures of a run: records, ends of logs, and matching entries of docs/troubleshooting.md."""
 
 import os
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ MAX_CAUSE_LINES = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tail:
-    """The end of a log."""
+    """End of a log file."""
 
     name: str
     lines: str
@@ -24,18 +24,18 @@ class Tail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An attempt that failed."""
+    """A failed attempt."""
 
     attempt: AttemptRecord
     cause: str
     tails: tuple[Tail, ...]
     symptoms: tuple[Symptom, ...]
     went_on: bool
-    """Whether another attempt follows."""
+    """True if another attempt follows."""
 
     @property
     def ends_job(self) -> bool:
-        """Whether another start would meet it again."""
+        """True if a new start would fail in the same way."""
         failed, attempt = self.attempt.failure, self.attempt
         kind = None if failed is None else failed.kind
         return answer_to(kind, is_behind_first_step=attempt.step > 0) is Decision.END
@@ -43,7 +43,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """An engine that died and came back."""
+    """An engine that died and was restarted."""
 
     attempt: int
     text: str
@@ -51,7 +51,7 @@ class Death:
 
 
 def failures_of(run: Run) -> list[Failure]:
-    """The newest first."""
+    """Return the failed attempts, newest first."""
     found = []
     for number, attempt in enumerate(run.attempts):
         if attempt.failure is None and attempt.state != "failed":
@@ -68,7 +68,7 @@ def failures_of(run: Run) -> list[Failure]:
                 went_on=number + 1 < len(run.attempts),
             )
         )
-    if not found and run.state == "failed":  # before there was an attempt to write into run.json
+    if not found and run.state == "failed":  # before the first attempt was written into run.json
         lone = AttemptRecord(attempt=0, state="failed", why=run.why)
         tails = tails_of(run.folder, lone)
         found.append(
@@ -92,7 +92,7 @@ def deaths_of(run: Run) -> list[Death]:
 
 
 def shortened(text: str) -> str:
-    """The beginning and the end of a text of many lines."""
+    """Shorten a text of many lines to its beginning and end."""
     lines = text.strip().splitlines()
     if len(lines) <= MAX_CAUSE_LINES:
         return "\n".join(lines)
@@ -101,7 +101,7 @@ def shortened(text: str) -> str:
 
 
 def tails_of(folder: Path, attempt: AttemptRecord) -> tuple[Tail, ...]:
-    """Of the engines' logs of that attempt on the node that failed; where that is not known, or has none, of all."""
+    """Return the ends of the attempt's engine logs on the failed node; of all nodes if it is unknown or has no logs."""
     logs = {path: found for path in (folder / LOGS_FOLDER).glob("engine-*.log") if (found := attempt_of_log(path))}
     of_attempt = [path for path, (_, number) in logs.items() if number == attempt.attempt]
     node = attempt.failure.node if attempt.failure else None
@@ -111,7 +111,7 @@ def tails_of(folder: Path, attempt: AttemptRecord) -> tuple[Tail, ...]:
 
 
 def tail_of(path: Path) -> str:
-    """The last lines; '' where the file cannot be read."""
+    """Return the last lines; '' if the file cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))

@@ -1,4 +1,4 @@
-"""The timeline: lanes of engines and ranks of each node, all of the run as shares, and its last steps span by span."""
+"""Timeline: lanes of engines and ranks of each node; the whole run as shares, its last steps span by span."""
 
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -39,7 +39,7 @@ PHASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
-    """What the timeline draws. Times are seconds after `began`."""
+    """Contents of the timeline chart. Times are seconds after `began`."""
 
     began: float
     """Unix seconds."""
@@ -48,15 +48,15 @@ class Lanes:
     """One for each lane, from top to bottom."""
     phases: tuple[str, ...]
     overview: Columns
-    """x0, x1, y0, y1, phase: rectangles as high as the phase's share of that time."""
+    """x0, x1, y0, y1, phase: rectangles as high as the phase's share of the time between x0 and x1."""
     detail: Columns
-    """The same of single spans, and step."""
+    """The same for single spans, with their step."""
     detail_from_s: float
     first_shown_s: float
-    """Where the last `LAST_STEPS` steps begin."""
+    """Beginning of the last `LAST_STEPS` steps."""
     detail_steps: int
     left_out: int
-    """Nodes that are not shown."""
+    """Number of nodes left out."""
 
     def for_page(self) -> dict[str, Any]:
         reported = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -68,12 +68,12 @@ class Lanes:
 
 
 def colour_of(phase: str, phases: tuple[str, ...]) -> str:
-    """A phase that a user has named gets one of the others' colours."""
+    """Return a phase's colour; phases named by users get one of the remaining colours."""
     return PHASES.get(phase) or COLOURS[phases.index(phase) % len(COLOURS)]
 
 
 def lanes_of(run: Run) -> Lanes | None:
-    """None where there are no spans."""
+    """Lay out the lanes of a run; None without spans."""
     spans = run.timeline.spans
     in_engines, in_ranks = spans.in_lanes("engine "), spans.in_lanes("rank ")
     if not (in_engines | in_ranks).any():
@@ -104,7 +104,7 @@ def lanes_of(run: Run) -> Lanes | None:
 
 
 def shown_nodes(run: Run) -> list[int]:
-    """All, or of many the first and those that generate longest."""
+    """Return all nodes; if there are too many, the first and the slowest at generation."""
     nodes = [int(node) for node in np.unique(run.timeline.spans.node)]
     if len(nodes) <= MAX_NODES:
         return nodes
@@ -115,12 +115,14 @@ def shown_nodes(run: Run) -> list[int]:
 
 
 def detail_range(spans: Spans, index: np.ndarray) -> tuple[float, int, float]:
-    """From when spans are drawn one by one, how many steps that are, and where the last `LAST_STEPS` of them begin."""
+    """Return the time from which spans are drawn one by one, the number of steps from there, and the beginning of the
+    last `LAST_STEPS`."""
     steps, row, counts = np.unique(spans.step[index], return_inverse=True, return_counts=True)
     newest = made_last(row, spans.attempt[index])
     begins = np.full(len(steps), np.inf)
     np.minimum.at(begins, row[newest], spans.begin[index][newest])
-    order = np.argsort(begins)  # as they were made: the newest attempt may not have come as far as the one before
+    # in the order they ran: the newest attempt may not have reached the previous one's steps
+    order = np.argsort(begins)
     fits = max(1, int((np.cumsum(counts[order][::-1]) <= MAX_SPANS).sum()))
     whole_run = fits == len(steps)
     begin = float(spans.begin[index].min()) if whole_run else float(begins[order[-fits]])
@@ -134,11 +136,11 @@ def overview_of(
     phase: np.ndarray,
     size: tuple[int, int],
 ) -> Columns:
-    """Shares of each phase in each piece of time, in each lane, as rectangles on top of each other.
+    """Return each phase's share of each time slice, per lane, as stacked rectangles.
 
     Args:
-        index: which spans; `lane` and `phase` are theirs.
-        size: how many lanes and phases there are.
+        index: indices of the spans; `lane` and `phase` belong to them.
+        size: (number of lanes, number of phases).
     """
     began = spans.begin[index].min()
     ended = max(spans.end[index].max(), began + 1.0)
@@ -168,7 +170,7 @@ def overview_of(
 
 
 def time_until(begin: np.ndarray, end: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """[edges] how many seconds of the spans lie before each edge."""
+    """[edges] seconds of the spans before each edge."""
 
     def behind(times: np.ndarray) -> np.ndarray:
         times = np.sort(times)
@@ -182,7 +184,7 @@ def time_until(begin: np.ndarray, end: np.ndarray, edges: np.ndarray) -> np.ndar
 def detail_of(
     spans: Spans, index: np.ndarray, lane: np.ndarray, phase: np.ndarray, began: float, begin: float
 ) -> Columns:
-    """Spans from `begin` on; engines of one node side by side in its lane."""
+    """Return the spans after `begin`; engines of one node side by side in its lane."""
     keep = spans.end[index] > begin
     index, lane, phase = index[keep], lane[keep], phase[keep]
     in_engines = spans.in_lanes("engine ")[index]
@@ -202,10 +204,10 @@ def detail_of(
 
 @lru_cache
 def lane_spec(num_lanes: int, lane_height: int, has_brush: bool) -> dict[str, Any]:
-    """Rectangles over time; the script of the page fills in labels, colours, and what part of the run is shown."""
+    """Specification of rectangles over time; the page's script fills in labels, colours, and the visible range."""
     params: list[Any] = [alt.param(name=name, value=value) for name, value in (("labels", []), ("from", 0), ("to", 1))]
     scale = alt.Scale(type="utc", nice=False, domainRaw=alt.expr("[from, to]"))
-    # Every lane has its label, in the overview each node.
+    # Every lane has its label; in the overview every node has one.
     middles = [row + 0.5 for row in range(num_lanes)] if not has_brush else [*range(1, num_lanes, 2)]
     label = "labels[floor(datum.value)]" if not has_brush else "split(labels[datum.value], ' ranks')[0]"
     clock = "utcFormat(datum.value, to - from > 1.7e8 ? '%b %d %H:%M' : to - from > 3e5 ? '%H:%M' : '%H:%M:%S')"

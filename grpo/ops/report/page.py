@@ -1,4 +1,4 @@
-"""`write_report`: one run, or several, as one HTML file that opens from disk and asks nobody for anything."""
+"""`write_report`: one run, or several, as one self-contained HTML file that opens from disk."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -29,13 +29,13 @@ FILES = Path(__file__).parent
 
 
 def write_report(runs: Sequence[Path], out: Path) -> list[Run]:
-    """Write the page of a run, or of two to eight over each other. `out` appears whole or not at all.
+    """Write the page of a run, or the comparison of two to eight. `out` appears whole or not at all.
 
     Returns:
-        the runs as they were read.
+        The runs as read.
 
     Raises:
-        ValueError: a folder is no run's, or they are too many.
+        ValueError: a folder does not hold a run, or there are too many runs.
         OSError: `out` cannot be written.
     """
     if not 1 <= len(runs) <= MAX_RUNS:
@@ -51,7 +51,7 @@ def write_report(runs: Sequence[Path], out: Path) -> list[Run]:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many of their parents as it takes to tell them apart."""
+    """Return the folders' names, with enough parents to be unique."""
     parts = [run.resolve().parts for run in runs]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-count:]) for each in parts]
@@ -110,7 +110,7 @@ def thinned_note(runs: Sequence[Run]) -> str:
 
 
 def setup_of(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Tables of what the last attempt was started with."""
+    """Return tables of the last attempt's settings, software and topology."""
     last = run.last
     software = [*last.versions.items(), *([("python", last.python)] if last.python else [])]
     software += [("commit", last.commit)] if last.commit else []
@@ -125,14 +125,14 @@ def setup_of(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def page_data(parts: Sequence[Multiples]) -> dict[str, Any]:
-    """What the script of the page reads."""
+    """Return the tables and charts for the page's script."""
     tables = {name: table for part in parts for name, table in part.tables.items()}
     charts = {chart.id: chart.for_page() for part in parts for chart in part.charts}
     return {"tables": tables, "charts": charts}
 
 
 def in_script(data: Any) -> str:
-    """JSON that may stand in a <script>: whatever texts it holds, none of them ends it."""
+    """Encode as JSON for a <script> element; no text inside can end the element."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     text = text.encode("utf-8", errors="replace").decode()  # half of a surrogate pair
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -140,7 +140,7 @@ def in_script(data: Any) -> str:
 
 @cache
 def vega() -> str:
-    """Vega, Vega-Lite and vega-embed as one script; it takes seconds to put them together."""
+    """Bundle Vega, Vega-Lite and vega-embed into one script; takes seconds."""
     script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 

@@ -1,4 +1,4 @@
-"""A run's folder as records. Nothing in it has to be there or whole: what is not is said in `missing`."""
+"""A run's folder as records. Files may be missing or damaged; `missing` lists these."""
 
 import json
 import re
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """One attempt of a run, as `run.json` tells it; what is not told has its default."""
+    """One attempt of a run from `run.json`; missing values have their defaults."""
 
     attempt: int = 0
     job: str = ""
@@ -33,7 +33,7 @@ class AttemptRecord:
     command: tuple[str, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
     changed: tuple[str, ...] | None = None
-    """Arguments that are not at their defaults; None where that was not written down."""
+    """Arguments with other values than their defaults; None if this was not recorded."""
     versions: dict[str, str] = field(default_factory=dict)
     python: str = ""
     commit: str = ""
@@ -45,38 +45,38 @@ class Metrics:
     """`metrics.jsonl`: each step once, in order."""
 
     steps: np.ndarray  # [S] int64
-    times: np.ndarray  # [S] float64, Unix seconds; nan where a line has none
-    columns: dict[str, np.ndarray]  # each [S] float64; nan where a step has no such value
+    times: np.ndarray  # [S] float64, Unix seconds; nan if a line has none
+    columns: dict[str, np.ndarray]  # each [S] float64; nan if a step has no such value
     by_node: dict[str, np.ndarray]  # each [S, N] float64
 
     @property
     def reward_functions(self) -> list[str]:
-        """Their names, in alphabetical order."""
+        """Names of the reward functions, in alphabetical order."""
         parts = (name.split("/") for name in sorted(self.columns))
         return ["/".join(part[1:-1]) for part in parts if len(part) > 2 and (part[0], part[-1]) == ("rewards", "mean")]
 
     def get(self, name: str) -> np.ndarray | None:
-        """A column that holds at least one value."""
+        """Return a column with at least one value; None otherwise."""
         column = self.columns.get(name)
         return None if column is None or not np.isfinite(column).any() else column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """All that is known of a run, without its completions."""
+    """All records of a run, except its completions."""
 
     folder: Path
     name: str
     state: str
-    """running, finished, stopped, failed; empty where nothing says it."""
+    """running, finished, stopped or failed; empty if unknown."""
     why: str
     is_requeued: bool
-    """Whether the job asks to be started again."""
+    """True if the job asks to be started again."""
     attempts: tuple[AttemptRecord, ...]
     metrics: Metrics
     timeline: TimelineArrays
     missing: tuple[str, ...]
-    """One line for each file, or part of one, that is not there or cannot be read."""
+    """One line for each missing or unreadable file, or part of a file."""
 
     @property
     def last(self) -> AttemptRecord:
@@ -84,7 +84,7 @@ class Run:
 
     @property
     def settings(self) -> AttemptRecord:
-        """The newest attempt that says what it was started with: one that failed before a trainer stood does not."""
+        """Newest attempt with recorded settings; an attempt that failed before its trainer was built has none."""
         return next((each for each in reversed(self.attempts) if each.arguments or each.topology), self.last)
 
     @property
@@ -95,14 +95,14 @@ class Run:
         return reported if isinstance(reported, int) and reported > 0 else max([1, *widths, *found])
 
     def by_node(self, what: str) -> list[int]:
-        """`ranks` or `engines` of each node; [] where that is not known."""
-        topology = self.settings.topology  # a run from before nodes could differ has one number for all
+        """`ranks` or `engines` of each node; [] if unknown."""
+        topology = self.settings.topology  # older runs, before nodes could differ, have one number for all
         found = topology.get(f"{what}_by_node") or [topology.get(f"{what}_per_node")] * self.num_nodes
         return found if isinstance(found, list) and all(isinstance(each, int) for each in found) else []
 
     @property
     def step(self) -> int:
-        """Optimizer steps that are done."""
+        """Finished optimizer steps."""
         logged = int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
         return max(logged, self.last.step)
 
@@ -112,10 +112,10 @@ class Run:
 
 
 def read_run(folder: Path, name: str = "") -> Run:
-    """Read what is there.
+    """Read the records of a run.
 
     Raises:
-        ValueError: it is no folder, or no run has written into it.
+        ValueError: there is no such folder, or it does not hold a run.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give a run's output_dir")
@@ -125,7 +125,7 @@ def read_run(folder: Path, name: str = "") -> Run:
     missing: list[str] = []
     state = read_object(
         folder / files.STATE_FILE, missing, "how the last attempt stands"
-    )  # first: no later than the rest
+    )  # first, so that it is not newer than the rest
     attempts = read_attempts(folder / files.HISTORY_FILE, missing)
     ending = all_typed(state, {"state": attempts[-1].state if attempts else "", "why": ""})
     is_running = ending["state"] == "running"
@@ -148,7 +148,7 @@ def read_run(folder: Path, name: str = "") -> Run:
 
 
 def typed(content: Any, name: str, kind: type[T], default: T) -> T:
-    """A value of a JSON object if it is of that type, else the default."""
+    """Return a value of a JSON object if it has the type, else the default."""
     value = content.get(name) if isinstance(content, dict) else None
     if isinstance(default, float) and isinstance(value, int):  # JSON may write whole seconds without a point
         value = float(value)
@@ -156,12 +156,12 @@ def typed(content: Any, name: str, kind: type[T], default: T) -> T:
 
 
 def all_typed(content: Any, defaults: dict[str, Any]) -> dict[str, Any]:
-    """The values of a JSON object under these names, as `typed` reads them: of the type of the default."""
+    """Return the values of a JSON object under these names, as `typed` does: with the type of the default."""
     return {name: typed(content, name, type(default), default) for name, default in defaults.items()}
 
 
 def read_object(path: Path, missing: list[str], what: str) -> dict[str, Any]:
-    """A file of one JSON object; {} and a line in `missing` if it is not one."""
+    """Read a file with one JSON object; {} and a line in `missing` if it is not one."""
     try:
         content = json.loads(path.read_text(errors="replace"))
     except FileNotFoundError:
@@ -220,7 +220,7 @@ def read_failure(entry: Any) -> FailureRecord | None:
 
 
 def read_metrics(path: Path, missing: list[str], *, is_running: bool = False) -> Metrics:
-    """Lines of the same step are put together; those of a later attempt stand for those of an earlier one."""
+    """Read the metrics. Lines of one step are merged; a later attempt's lines replace an earlier one's."""
     try:
         text = path.read_text(errors="replace")
     except OSError as error:
@@ -265,12 +265,12 @@ def metrics_of(lines: dict[int, dict[str, Any]]) -> Metrics:
 
 
 def as_numbers(values: list[Any]) -> np.ndarray:
-    """nan for what is no number."""
+    """Convert to float64; nan for non-numbers."""
     return np.array([each if type(each) in (int, float) else np.nan for each in values], dtype=float)
 
 
 def numbered_by(begins: list[float], metrics: Metrics) -> Metrics:
-    """With attempts counted by when they began: a second job in a folder begins at 0 again."""
+    """Number attempts by their start times: a second job in the same folder counts from 0 again."""
     known = np.isfinite(metrics.times)
     if not known.any():
         return metrics
@@ -279,7 +279,7 @@ def numbered_by(begins: list[float], metrics: Metrics) -> Metrics:
 
 
 def node_table(rows: list[list[Any]]) -> np.ndarray:
-    """[S, N], nan where a step has no figure of a node."""
+    """[S, N], nan if a step has no figure of a node."""
     width = max(map(len, rows), default=0)
     table = np.full((len(rows), width), np.nan)
     for row, figures in enumerate(rows):
@@ -288,6 +288,6 @@ def node_table(rows: list[list[Any]]) -> np.ndarray:
 
 
 def attempt_of_log(path: Path) -> tuple[int, int] | None:
-    """Node and attempt of an engine's log, by its name."""
+    """Parse node and attempt from the file name of an engine's log."""
     found = re.fullmatch(r"engine-node(\d+)-\d+\.attempt-(\d+)\.log", path.name)
     return (int(found[1]), int(found[2])) if found else None

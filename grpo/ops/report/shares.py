@@ -1,4 +1,4 @@
-"""What the time of a run went into: seconds of each part of each step, who waited for whom, and how long is left."""
+"""Shares of a run's time: seconds of each part of each step, waits, and the remaining time."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +10,7 @@ from grpo.ops.report.reading import Run
 from grpo.ops.report.timelines import Spans
 from grpo.record.timeline import records
 
-# A rank's phases in the order of a step. What is called otherwise is the user's.
+# A rank's phases in the order of a step. Other names are users' own.
 PARTS = (
     records.WAIT_GENERATE,
     records.SCORE,
@@ -30,26 +30,26 @@ RECENT_LOGS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Of each step the seconds of its parts, as a mean over the nodes' local mains."""
+    """Seconds of each part of each step, as a mean over the nodes' local mains."""
 
-    steps: np.ndarray  # [S] int64: optimizer steps that were done when it began
+    steps: np.ndarray  # [S] int64: finished optimizer steps when it began
     attempts: np.ndarray  # [S] int64
     names: tuple[str, ...]
-    seconds: np.ndarray  # [S, P]; of `OTHER` what no span tells
+    seconds: np.ndarray  # [S, P]; `OTHER`: time without a span
     lengths_s: np.ndarray  # [S]: the whole step
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """Of all the time that was spent on steps."""
+        """Share of each part in the total time of all steps."""
         total = float(self.lengths_s.sum())
         return dict(zip(self.names, (self.seconds.sum(0) / total).tolist(), strict=True)) if total > 0 else {}
 
 
 def parts_of(spans: Spans, done: int = 0) -> Parts:
-    """A step counts as the last attempt made it. Empty without spans of ranks.
+    """Compute the parts from the last attempt at each step. Empty without spans of ranks.
 
     Args:
-        done: how many steps are; what comes after them is left out. 0: not known.
+        done: number of finished steps; later ones are left out. 0: unknown.
     """
     keep = spans.in_lanes("rank ") & ~spans.in_phases(records.START)
     if done:
@@ -83,7 +83,7 @@ def parts_of(spans: Spans, done: int = 0) -> Parts:
 
 
 def made_last(row: np.ndarray, attempt: np.ndarray) -> np.ndarray:
-    """[P] bool: of spans with their steps' rows, those of the last attempt that made the step."""
+    """[P] bool: True for spans of the last attempt at their step."""
     newest = np.full(int(row.max()) + 1, -1)
     np.maximum.at(newest, row, attempt)
     return attempt == newest[row]
@@ -95,13 +95,14 @@ class Slowest:
 
     node: int
     share: float
-    """Of the steps in which it took longest to generate."""
+    """Share of the steps in which it was the slowest to generate."""
     ratio: float
-    """Its time to that of the others' median, in the middle step."""
+    """Ratio of its time to the median of the others, in the median step."""
 
 
 def slowest_of(run: Run) -> Slowest | None:
-    """The node that generated longest in most of the logged steps. None for one node, or where no figures are whole."""
+    """Return the node that generated longest in most of the logged steps; None with one node, or without complete
+    figures."""
     figures = of_present_nodes(run, "rollout/generate_s")
     if figures is None or figures.shape[1] < 2:
         return None
@@ -117,7 +118,7 @@ def slowest_of(run: Run) -> Slowest | None:
 
 
 def of_present_nodes(run: Run, name: str) -> np.ndarray | None:
-    """[S, N] a metric by node, as many as the run has by now; nan in steps of attempts that had more."""
+    """[S, N] a metric by node, for the present number of nodes; nan in steps of attempts with more nodes."""
     table = run.metrics.by_node.get(name)
     if table is None:
         return None
@@ -126,7 +127,7 @@ def of_present_nodes(run: Run, name: str) -> np.ndarray | None:
 
 
 def mean(run: Run, name: str, recent: int | None = None) -> float | None:
-    """A metric's mean over the logs that have it, or over the last of them; None where none has."""
+    """Mean of a metric over the logs with it, or over the last `recent` of them; None if no log has it."""
     column = run.metrics.get(name)
     if column is None:
         return None
@@ -135,7 +136,7 @@ def mean(run: Run, name: str, recent: int | None = None) -> float | None:
 
 
 def ends(run: Run, name: str) -> tuple[float, float] | None:
-    """A metric's mean over the first steps and over the last ones (`windows`); None where no log has it."""
+    """Mean of a metric over the first steps and over the last ones (`windows`); None if no log has it."""
     column = run.metrics.get(name)
     if column is None:
         return None
@@ -145,13 +146,13 @@ def ends(run: Run, name: str) -> tuple[float, float] | None:
 
 
 def maximum(run: Run, name: str) -> float:
-    """A metric's largest value; 0 where there is none."""
+    """Largest value of a metric; 0 without any."""
     column = run.metrics.get(name)
     return 0.0 if column is None else float(np.nanmax(column))
 
 
 def total_steps(run: Run) -> int | None:
-    """How many steps the run is to have; None where nothing tells it."""
+    """Return the planned number of steps; None if unknown."""
     arguments = run.settings.arguments
     wanted = arguments.get("max_steps")
     if isinstance(wanted, int) and wanted > 0:
@@ -170,7 +171,7 @@ def step_s(run: Run) -> float | None:
 
 
 def tokens_per_gpu(run: Run) -> float | None:
-    """Tokens a second that were trained on, prompts too, for each GPU of ranks and engines (on CPUs each process)."""
+    """Trained tokens per second, prompts included, for each GPU of ranks and engines (on CPUs: each process)."""
     topology, tokens = run.settings.topology, run.metrics.get("num_tokens")
     of_engines = sum(run.by_node("engines")) * topology.get("tensor_parallel_size", 1)
     if tokens is None or not topology.get("world_size"):
@@ -181,7 +182,8 @@ def tokens_per_gpu(run: Run) -> float | None:
 
 
 def _recent(run: Run, counted: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Of the last logs the seconds since the one before, and the steps or what else is counted; not across attempts."""
+    """Return, for the last logs, the seconds since the previous log and the increase of steps or of `counted`; not
+    across attempts."""
     seconds, steps = np.diff(run.metrics.times), np.diff(run.metrics.steps if counted is None else counted)
     usable = np.isfinite(seconds) & (seconds > 0) & np.isfinite(steps)
     attempts = run.metrics.columns.get("attempt")
@@ -191,8 +193,8 @@ def _recent(run: Run, counted: np.ndarray | None = None) -> tuple[np.ndarray, np
 
 
 def left_s(run: Run) -> float | None:
-    """Seconds until the last step at the present speed, saves and evaluations with it; None for a run that has ended,
-    or where nothing tells it."""
+    """Return the seconds until the last step at the present speed, with saves and evaluations; None if the run has
+    ended or the number is unknown."""
     wanted, (seconds, steps) = total_steps(run), _recent(run)
     if run.has_ended or wanted is None or not len(steps):
         return None

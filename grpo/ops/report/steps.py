@@ -1,4 +1,4 @@
-"""The tab of time: what steps are made of, and who waits."""
+"""Tab of times: parts of a step, and waits."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ MANY_NODES = len(COLOURS)
 
 
 def step_figures(figures: Figures) -> Multiples:
-    """Everything of the tab but the lanes."""
+    """Make all charts of the tab except the lanes."""
     found, run = Multiples(), figures.run
     add_parts(found, figures)
     bins = bins_of(len(run.metrics.steps))
@@ -46,7 +46,7 @@ def add_parts(found: Multiples, figures: Figures) -> None:
 
 
 def add_tokens(found: Multiples, run: Run) -> None:
-    """Curves of each node; of many nodes their mean, and the band between them."""
+    """Add one curve per node; with many nodes their mean, and a band."""
     table = of_present_nodes(run, "rollout/tokens_per_s")
     if table is None or not np.isfinite(table).any():
         found.absent.append("tokens/s by node")

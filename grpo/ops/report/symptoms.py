@@ -1,7 +1,7 @@
-"""docs/troubleshooting.md by the ids of errors: which of them a text holds, and the page's help for each.
+"""Entries of docs/troubleshooting.md by error id: ids found in a text, and the page's help for each.
 
-An id, `GRPO-` and three digits, stands in the text of the error and as the heading of its entry; the
-words of both are free.
+An id, `GRPO-` and three digits, is in the text of the error and is the heading of its entry. The wording of both may
+change.
 """
 
 import re
@@ -28,7 +28,7 @@ class Symptom:
 
 @cache
 def symptoms() -> dict[str, Symptom]:
-    """All entries of the page by their ids, in its order."""
+    """Return all entries of the page by id, in its order."""
     found: dict[str, Symptom] = {}
     section = ""
     _, *parts = _HEADING.split(PAGE.read_text(encoding="utf-8"))
@@ -42,18 +42,18 @@ def symptoms() -> dict[str, Symptom]:
 
 
 def matching(texts: Sequence[str], most: int = 3) -> list[Symptom]:
-    """The entries whose ids stand in the texts, in their order there, each once."""
+    """Return the entries whose ids appear in the texts, in order of appearance, each once."""
     ids = dict.fromkeys(id for text in texts for id in _IN_TEXT.findall(text))
     return [symptoms()[id] for id in ids if id in symptoms()][:most]
 
 
 def code(text: str) -> Markup:
-    """`such words` as code; all else as it stands."""
+    """Convert `such words` to code; escape the rest."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def as_html(markdown: str) -> Markup:
-    """Paragraphs with code, bold words, and links as their text."""
+    """Convert paragraphs with code and bold words to HTML; links become their text."""
     html = str(code(markdown.strip()))
     html = re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", html)
     html = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", html)

@@ -1,4 +1,4 @@
-"""Long series as few points: of each bin of neighbouring steps the mean, the least and the most."""
+"""Long series as few points: mean, minimum and maximum of each bin of neighbouring steps."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ POINTS = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bins:
-    """Which rows of a series become one point."""
+    """Partition of a series' rows into bins, one point each."""
 
     starts: np.ndarray  # [B] int64: the first row of each bin
     num_rows: int
 
     @property
     def rows_per_point(self) -> int:
-        """Of the largest bin; 1 where nothing is thinned out."""
+        """Rows of the largest bin; 1 without thinning."""
         return int(np.diff(np.append(self.starts, self.num_rows)).max(initial=1))
 
     @property
@@ -24,7 +24,7 @@ class Bins:
         return self.rows_per_point > 1
 
     def means(self, values: np.ndarray) -> np.ndarray:
-        """[rows] or [rows, K] to [B] or [B, K]: of what is there in a bin; nan where nothing is."""
+        """[rows] or [rows, K] to [B] or [B, K]: mean of the finite values in each bin; nan without any."""
         there = np.isfinite(values)
         if not len(values):
             return values.astype(float)
@@ -39,7 +39,7 @@ class Bins:
         return self._extreme(np.fmax, values)
 
     def last(self, values: np.ndarray) -> np.ndarray:
-        """The newest row of each bin."""
+        """Return the last row of each bin."""
         return values[np.append(self.starts[1:], self.num_rows) - 1] if self.num_rows else values
 
     def _extreme(self, which: np.ufunc, values: np.ndarray) -> np.ndarray:
@@ -47,6 +47,6 @@ class Bins:
 
 
 def bins_of(num_rows: int, points: int = POINTS) -> Bins:
-    """At most `points` bins of nearly the same size."""
+    """Return at most `points` bins of nearly equal size."""
     starts = np.unique(np.arange(min(num_rows, points)) * num_rows // max(1, min(num_rows, points)))
     return Bins(starts=starts.astype(np.int64), num_rows=num_rows)

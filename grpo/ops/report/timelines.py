@@ -1,6 +1,5 @@
-"""The timelines of all nodes as arrays. A run of 10,000 steps on 8 nodes has more than a million lines, so Arrow reads
-them; a file that it does not take is read line by line, and what is damaged in it is left out and counted.
-"""
+"""Timelines of all nodes as arrays. A run of 10,000 steps on 8 nodes has more than a million lines, so Arrow reads
+them. If Arrow rejects a file, it is read line by line; damaged lines are skipped and counted."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Arrays of one length, P."""
+    """Spans as arrays of one length, P."""
 
     node: np.ndarray  # [P] int64
     attempt: np.ndarray  # [P] int64
@@ -54,22 +53,22 @@ class Spans:
         return len(self.node)
 
     def in_lanes(self, kind: str) -> np.ndarray:
-        """[P] bool: spans of lanes that begin with "rank " or "engine "."""
+        """[P] bool: True for spans in lanes that begin with `kind`, "rank " or "engine "."""
         return np.isin(self.lane, [index for index, lane in enumerate(self.lanes) if lane.startswith(kind)])
 
     def in_phases(self, *phases: str) -> np.ndarray:
-        """[P] bool."""
+        """[P] bool: True for spans of these phases."""
         return np.isin(self.phase, [index for index, phase in enumerate(self.phases) if phase in phases])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usages:
-    """What devices were doing, arrays of one length, U."""
+    """Use of devices, as arrays of one length, U."""
 
     node: np.ndarray  # [U] int64
     time: np.ndarray  # [U] float64, Unix seconds
     is_engine: np.ndarray  # [U] bool: an engine's device; else a rank's
-    busy: np.ndarray  # [U] float64, share; nan where it was not seen
+    busy: np.ndarray  # [U] float64, share; nan if not measured
     memory_bytes: np.ndarray  # [U] float64
     memory_total_bytes: np.ndarray  # [U] float64
 
@@ -79,20 +78,20 @@ class Usages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineArrays:
-    """What happened when, on all nodes."""
+    """Spans and device usage of all nodes."""
 
     spans: Spans
     usages: Usages
 
     def numbered_by(self, begins: list[float]) -> "TimelineArrays":
-        """With the attempts of spans counted by when they began, in Unix seconds: a second job in a folder begins at 0
-        again."""
+        """Number the attempts of spans by their start times, in Unix seconds: a second job in the same folder counts
+        from 0 again."""
         numbers = np.searchsorted(begins, self.spans.end, side="right") - 1
         return replace(self, spans=replace(self.spans, attempt=numbers))
 
 
 def read_timelines(folder: Path, num_nodes: int, missing: list[str], *, is_running: bool = False) -> TimelineArrays:
-    """All of `timeline/`; what is not there or damaged gets a line in `missing`."""
+    """Read all of `timeline/`; missing or damaged parts get a line in `missing`."""
     files = timeline_files(folder)
     absent = [f"node{node}.jsonl" for node in range(num_nodes) if node not in files]
     if not files:
@@ -114,7 +113,7 @@ def read_timelines(folder: Path, num_nodes: int, missing: list[str], *, is_runni
 
 
 def _of_kind(whole: pa.Table, kind: type[Any]) -> pa.Table:
-    """Rows of one kind, and of the columns those that it has."""
+    """Rows of one kind, with the columns of this kind."""
     columns = [name for name in whole.column_names if name in kind.__dataclass_fields__ or name == "node"]
     return whole.select(columns).filter(pc.equal(whole["kind"], kind.kind))
 
@@ -127,7 +126,7 @@ def _read_file(path: Path, missing: list[str], *, is_running: bool) -> pa.Table:
         missing.append(f"{name} cannot be read ({error.strerror})")
         return SCHEMA.empty_table()
     whole, newline, rest = content.rpartition(b"\n")
-    if rest and not is_running:  # while it runs, that is a line that is being written
+    if rest and not is_running:  # while it runs, the last line is still being written
         missing.append(f"{name}: the last line is cut off")
     if not whole.strip():
         if not rest:
@@ -142,7 +141,11 @@ def _read_file(path: Path, missing: list[str], *, is_running: bool) -> pa.Table:
 
 
 def _parse(content: bytes) -> pa.Table:
-    """Raises ArrowInvalid: a line is no JSON, or a field is of another type."""
+    """Parse lines of JSON.
+
+    Raises:
+        ArrowInvalid: a line is not JSON, or a field has another type.
+    """
     table = pj.read_json(
         pa.BufferReader(content),
         read_options=pj.ReadOptions(block_size=max(BLOCK_BYTES, 1 + max(map(len, content[:BLOCK_BYTES].split(b"\n"))))),
@@ -152,7 +155,7 @@ def _parse(content: bytes) -> pa.Table:
 
 
 def _whole_lines(content: bytes) -> tuple[bytes, int]:
-    """The lines that are records of a timeline, and how many are not."""
+    """Return the valid lines, and the number of damaged ones."""
     kept, unread = [], 0
     for line in content.decode(errors="replace").splitlines():
         try:
@@ -167,7 +170,7 @@ def _numbers(table: pa.Table, name: str, fill: float = np.nan) -> np.ndarray:
 
 
 def _words(table: pa.Table, name: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Indices, and what they stand for."""
+    """Return indices, and the words they refer to."""
     encoded = pc.dictionary_encode(table[name].fill_null("")).combine_chunks()
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.chunk(0) if encoded.num_chunks else pa.array([], pa.string()).dictionary_encode()
@@ -194,10 +197,10 @@ def _spans(table: pa.Table) -> Spans:
 
 
 def _usages(table: pa.Table, engines: set[tuple[int, str]]) -> Usages:
-    """Samples of devices that a rank or an engine has; those of "node" are left out.
+    """Return the usage of ranks' and engines' devices; those of "node" are left out.
 
     Args:
-        engines: node and device of those that engines have.
+        engines: (node, device) of engines' devices.
     """
     device, devices = _words(table, "device")
     node = _numbers(table, "node", 0)

@@ -1,4 +1,4 @@
-"""The first line of the page: a verdict in a sentence, and how the run stands."""
+"""Head of the page: a verdict in one sentence, and the state of the run."""
 
 import time
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from grpo.ops.report import shares
 from grpo.ops.report.advice import Advice, Figures, advice_for, count_deaths, is_judged, percent
 from grpo.ops.report.reading import Run
 
-MANY_S = 600  # a running job that has logged nothing for so long, and for ten steps, may hang
+MANY_S = 600  # a running job without a log for this long, and for ten steps, may hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """What a reader should know first."""
+    """Verdict, advice and main figures of a run."""
 
     sentence: str
     is_good: bool
@@ -67,7 +67,7 @@ def _all_well(figures: Figures) -> str:
 
 
 def trouble_of(run: Run) -> str:
-    """How the run ended where it did not end well, or what of it failed on the way; '' where nothing did."""
+    """Describe a failed end of the run, or failures on the way; '' without any."""
     failed = [each for each in run.attempts if each.state == "failed"]
     if run.state == "failed":
         record = run.last.failure
@@ -86,7 +86,7 @@ def _where(record: FailureRecord | None) -> str:
 
 
 def silent_s(run: Run) -> float:
-    """Seconds since the last log of a run that should be logging; 0 where that is not long."""
+    """Seconds since the last log of a running job; 0 if it is recent."""
     taken, times = shares.step_s(run), run.metrics.times
     if run.state != "running" or not taken or not len(times) or not times[-1] > 0:
         return 0.0
@@ -137,7 +137,7 @@ def _state_note(run: Run) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In two units at most."""
+    """Format seconds in at most two units."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,5 +1,5 @@
-"""`grpo reshape`: a checkpoint of M training processes as one for N.
+"""`grpo reshape`: convert a checkpoint of M training processes for N.
 
-The command line alone imports it; it may import `checkpoints`.
-It must not need a GPU, a process group or an engine.
+Only the command line imports this package; it may import `checkpoints`. It must not need a GPU, a process group or an
+engine.
 """

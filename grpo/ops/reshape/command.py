@@ -1,6 +1,6 @@
-"""`grpo reshape CHECKPOINT --ranks N`: a checkpoint of M training processes as one for N, which goes on from there.
+"""`grpo reshape CHECKPOINT --ranks N`: convert a checkpoint of M training processes for N, to resume from.
 
-What takes seconds to import comes behind the command line.
+Slow imports come after the command line is parsed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command: 0, or 1 with the reason on stderr."""
+    """Run the command; return 0, or 1 with the reason on stderr."""
     out = args.out or default_out(args.checkpoint, args.ranks)
     try:
         check_is_checkpoint(args.checkpoint)

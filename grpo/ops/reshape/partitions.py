@@ -1,7 +1,7 @@
-"""How ZeRO deals numbers out to ranks, and how they are found again: pure functions of sizes.
+"""ZeRO's partition of elements over ranks, and its inverse: pure functions of sizes.
 
-ZeRO-3 cuts every parameter into equal parts, and puts the parts of a sub-group one behind the other; ZeRO-1 and 2 cut a
-whole group of parameters (deepspeed 0.19).
+ZeRO-3 splits every parameter into equal parts and concatenates the parts of a sub-group; ZeRO-1 and 2 split a whole
+parameter group (deepspeed 0.19).
 """
 
 import math
@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 FLAT_ALIGNMENT = 2
-"""Elements: ZeRO-2 makes a flat group a multiple of this times the ranks (`nccl_start_alignment_factor`)."""
+"""Elements: ZeRO-2 pads a flat group to a multiple of this times the ranks (`nccl_start_alignment_factor`)."""
 
 
 def part_size(numel: int, ranks: int) -> int:
-    """Elements of a parameter that each rank holds under ZeRO-3, padding included."""
+    """Elements of a parameter on each rank under ZeRO-3, padding included."""
     return math.ceil(numel / ranks)
 
 
 def sub_groups(names: Sequence[str], sizes: dict[str, int], limit: int, ranks: int) -> list[list[str]]:
-    """ZeRO-3's sub-groups of one parameter group, as DeepSpeed's `_create_fp16_sub_groups` forms them.
+    """Form ZeRO-3's sub-groups of one parameter group, as DeepSpeed's `_create_fp16_sub_groups` does.
 
     Args:
         names: of the group's parameters, in order.
@@ -38,7 +38,7 @@ def sub_groups(names: Sequence[str], sizes: dict[str, int], limit: int, ranks: i
 
 
 def gather(start: int, stop: int, *, size: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Elements `start` to `stop` of a series of which every rank holds a part of `size`: slices, nothing is read."""
+    """Slice elements `start` to `stop` out of a series, partitioned into one part of `size` per rank; reads nothing."""
     found = []
     while start < stop:
         rank, inside = divmod(start, size)
@@ -51,11 +51,11 @@ def gather(start: int, stop: int, *, size: int, parts: Sequence[torch.Tensor]) -
 def dealt(
     numel: int, rank: int, ranks: int, *, parts: Sequence[torch.Tensor], size_of: Callable[[int, int], int]
 ) -> torch.Tensor:
-    """What `rank` of `ranks` gets of a series of `numel` elements, with zeros behind its end.
+    """Return the part of `rank` of `ranks` of a series of `numel` elements, zero-padded.
 
     Args:
-        parts: of the ranks that have held it.
-        size_of: `part_size` or `flat_size`, by which it is cut.
+        parts: one per old rank.
+        size_of: `part_size` or `flat_size`, the rule of the partition.
     """
     size = size_of(numel, ranks)
     start, stop = min(rank * size, numel), min((rank + 1) * size, numel)
@@ -64,12 +64,12 @@ def dealt(
 
 
 def flat_size(numel: int, ranks: int) -> int:
-    """Elements of a flat group of ZeRO-2 that each rank holds, padding included."""
+    """Elements of a flat ZeRO-2 group on each rank, padding included."""
     alignment = FLAT_ALIGNMENT * ranks
     return math.ceil(numel / alignment) * alignment // ranks
 
 
 def flat_padding(numel: int, ranks: int, rank: int) -> int:
-    """How many of them are padding."""
+    """Padding elements among them."""
     size = flat_size(numel, ranks)
     return min(size, max(0, (rank + 1) * size - numel))

@@ -1,6 +1,6 @@
-"""What each rank keeps beside DeepSpeed's files: its place in the run, random numbers, its part of a reference model.
+"""Each rank's own files beside DeepSpeed's: its position in the run, random states, its part of a reference model.
 
-The place is counted in generation batches, which are the same for any number of ranks; micro-batches are not.
+The position is counted in generation batches: unlike micro-batches, they are the same for any number of ranks.
 """
 
 import random
@@ -15,19 +15,19 @@ from grpo.checkpoints.pickles import load_mapped
 from grpo.ops.reshape.zero import reparted
 from grpo.rollout.ahead import dealt
 
-_WRAPPED = "module."  # before the names of a reference model's parameters, which DeepSpeed has wrapped
+_WRAPPED = "module."  # prefix of a reference model's parameter names, wrapped by DeepSpeed
 
 
 def generation_batches(checkpoint: Path, record: CompleteRecord) -> int:
-    """How many generation batches have been trained on.
+    """Return the number of finished generation batches.
 
     Raises:
-        ValueError: the checkpoint lies in the middle of one, which the ranks hold in parts.
+        ValueError: the checkpoint is in the middle of a batch; each rank holds its own part of the rest.
     """
     sampling = record.sampling
     per_batch = sampling["steps_per_generation"] * sampling["num_iterations"]
     state = load_mapped(checkpoint / "rollout_state_0.pt")
-    if "generation_batches" in state:  # was reshaped itself
+    if "generation_batches" in state:  # reshaped before
         return state["generation_batches"]
     batches, rest = divmod(state["step"], per_batch)
     if rest or state["batch"] is not None:
@@ -42,13 +42,13 @@ def generation_batches(checkpoint: Path, record: CompleteRecord) -> int:
 
 
 def reference_parts(checkpoint: Path, ranks: int) -> list[dict[str, torch.Tensor]] | None:
-    """What each of its ranks has saved of the reference model; None: there is none."""
+    """Load each rank's part of the reference model; None without one."""
     parts = [load_mapped(checkpoint / f"rollout_state_{rank}.pt")["reference"] for rank in range(ranks)]
     return None if parts[0] is None else parts
 
 
 def ahead_parts(checkpoint: Path, before: int, ranks: int) -> list[dict[str, Any] | None]:
-    """For each of `ranks`, what of batches that were sampled ahead it goes on with."""
+    """Deal the batches sampled ahead out to `ranks` new ranks."""
     kept = [load_mapped(checkpoint / f"rollout_state_{rank}.pt").get("ahead") for rank in range(before)]
     if not all(kept):
         return [None] * ranks
@@ -64,12 +64,12 @@ def rollout_state(
     shapes: dict[str, torch.Size] | None,
     ahead: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """`rollout_state_<rank>.pt` of a rank of `ranks`.
+    """Build `rollout_state_<rank>.pt` for a rank of `ranks`.
 
     Args:
-        parts: as `reference_parts` gives them.
-        shapes: of parameters that ZeRO-3 has cut into parts; None where the ranks hold them whole.
-        ahead: of `ahead_parts`.
+        parts: from `reference_parts`.
+        shapes: of parameters partitioned by ZeRO-3; None if the ranks hold them whole.
+        ahead: from `ahead_parts`.
     """
     reference = parts[0] if parts else None
     if parts and shapes is not None:
@@ -81,12 +81,13 @@ def rollout_state(
 
 
 def random_name(rank: int, ranks: int) -> str:
-    """Of transformers' file of random states."""
+    """Name of transformers' file of random states."""
     return f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
 
 
 def random_states(checkpoint: Path, record: CompleteRecord, rank: int) -> dict[str, Any]:
-    """The states of a rank: its old ones, or for a rank that is new ones of their own, from seed, step and rank."""
+    """Return the random states of a rank: its old ones, or for an added rank new ones derived from seed, step and
+    rank."""
     before = record.world_size
     states = load_mapped(checkpoint / random_name(min(rank, before - 1), before))
     if rank < before:
@@ -104,7 +105,7 @@ def random_states(checkpoint: Path, record: CompleteRecord, rank: int) -> dict[s
 
 
 def _seeded(state: torch.Tensor, seed: int) -> torch.Tensor:
-    """A CUDA generator's state with another seed: 8 bytes of seed, 8 of offset (torch 2.13)."""
+    """Return a CUDA generator's state with another seed: 8 bytes of seed, 8 of offset (torch 2.13)."""
     seeded = state.clone()
     seeded[:8] = torch.tensor([seed], dtype=torch.int64).view(torch.uint8)
     return seeded

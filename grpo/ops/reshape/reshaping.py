@@ -1,4 +1,4 @@
-"""A checkpoint of M training processes, written as one for N: the checks, and the folder."""
+"""Conversion of a checkpoint of M training processes for N: the checks, and the folder."""
 
 import os
 import shutil
@@ -25,15 +25,15 @@ from grpo.record.folder import make_run_folder
 def reshape(checkpoint: Path, out: Path, *, ranks: int) -> dict[str, int]:
     """Write `checkpoint` as `out`, for `ranks` training processes; `out` appears whole or not at all.
 
-    Needs no accelerator. Host memory: what a new rank holds of weights and moments, 12 bytes a parameter over `ranks`.
+    Needs no accelerator. Host memory: one new rank's weights and moments, 12 bytes per parameter over `ranks`.
 
     Returns:
-        With which settings it goes on.
+        Settings to resume with.
 
     Raises:
-        ValueError: `checkpoint` is not complete or damaged, lies in the middle of a generation batch, or its batches
-            cannot be dealt out to so many; or `out` is not free.
-        OSError: the disk does not suffice, or a file cannot be read or written.
+        ValueError: `checkpoint` is incomplete or damaged, is in the middle of a generation batch, or its batches cannot
+            be divided by `ranks`; or `out` is not empty.
+        OSError: the disk is too small, or a file cannot be read or written.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed is imported to read its files, and computes nothing
     out = out.resolve()
@@ -69,7 +69,12 @@ def reshape(checkpoint: Path, out: Path, *, ranks: int) -> dict[str, int]:
 
 
 def check_wish(checkpoint: Path, record: CompleteRecord, out: Path, ranks: int) -> None:
-    """Raises ValueError, or OSError for a full disk, where nothing can come of it."""
+    """Check that the conversion is possible.
+
+    Raises:
+        ValueError: `ranks` or `out` is unsuitable.
+        OSError: the disk is too small.
+    """
     if ranks < 1:
         raise ValueError(f"--ranks is {ranks}; it is 1 or more")
     if ranks == record.world_size:
@@ -79,7 +84,7 @@ def check_wish(checkpoint: Path, record: CompleteRecord, out: Path, ranks: int) 
 
 
 def batch_settings(record: CompleteRecord, ranks: int) -> dict[str, int]:
-    """The largest micro-batch, up to the present one, with which so many ranks make the same batches.
+    """Return settings with the largest micro-batch, up to the present one, with which `ranks` make the same batches.
 
     Raises:
         ValueError: there is none.
@@ -104,7 +109,7 @@ def batch_settings(record: CompleteRecord, ranks: int) -> dict[str, int]:
 
 
 def deepspeed_folder(checkpoint: Path) -> str | None:
-    """The name of the folder with DeepSpeed's files; None where the ranks held everything whole (DDP, one process)."""
+    """Name of the folder with DeepSpeed's files; None if the ranks hold everything whole (DDP, one process)."""
     try:
         return (checkpoint / "latest").read_text().strip()
     except FileNotFoundError:
@@ -112,7 +117,7 @@ def deepspeed_folder(checkpoint: Path) -> str | None:
 
 
 def shared_files(checkpoint: Path, record: CompleteRecord, tag: str | None) -> list[str]:
-    """What is the same for any number of ranks."""
+    """List the files independent of the number of ranks."""
     own = {random_name(rank, record.world_size) for rank in range(record.world_size)}
     own |= {f"rollout_state_{rank}.pt" for rank in range(record.world_size)}
     own |= {record_name(rank) for rank in range(record.world_size)}

@@ -1,9 +1,9 @@
-"""DeepSpeed's files of ZeRO-1, 2 and 3 for another number of ranks: the same numbers, dealt out anew.
+"""DeepSpeed's files of ZeRO-1, 2 and 3 for another number of ranks: the same elements, in a new partition.
 
-Written are DeepSpeed's own files, as that many ranks would have written them, so that a resume loads them as any other.
-Not by its universal checkpoint (0.19): there every rank reads the whole model three times over, all ZeRO-3 sub-groups
-get one `step` tensor between them, which is then counted up once for each, and the settings of the first parameter
-group count for all. Tests hold both against each other.
+The output files are DeepSpeed's own format, as if written by that many ranks, so a resume loads them like any other.
+DeepSpeed's universal checkpoint (0.19) is not used: with it every rank reads the whole model three times over, all
+ZeRO-3 sub-groups share one `step` tensor, which is then incremented once for each, and the settings of the first
+parameter group apply to all. Tests compare both.
 """
 
 import re
@@ -27,21 +27,21 @@ _WHOLE_MODEL_FILE = "mp_rank_00_model_states.pt"
 
 
 def partition_file(rank: int) -> str:
-    """ZeRO-3's file of model states of a rank."""
+    """Name of a rank's file of model states under ZeRO-3."""
     return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 
 
 def reshape_zero(source: Path, target: Path, *, before: int, ranks: int) -> None:
     """Write the files of `ranks` ranks into `target`, one after the other.
 
-    Host memory: what one of the new ranks holds of weights and moments, 12 bytes a parameter over `ranks`.
+    Host memory: one new rank's weights and moments, 12 bytes per parameter over `ranks`.
 
     Args:
-        source: the folder that `latest` names.
-        before: ranks that wrote it.
+        source: the folder named in `latest`.
+        before: number of ranks at the time of writing.
 
     Raises:
-        ValueError: it is of a kind that is not known here; nothing wrong is written.
+        ValueError: the files are of an unknown kind.
     """
     files = sorted(path.name for path in source.glob("*_optim_states.pt"))
     found = {int(match[2]): match for name in files if (match := _OPTIM_FILE.fullmatch(name))}
@@ -76,7 +76,7 @@ class Zero3:
         self.groups = [list(group["params"]) for group in zero[OPTIMIZER]["param_groups"]]
         self.names = [[name for number in group for name in shapes[number]] for group in self.groups]
         self.limit = int(_zero_settings(states[0]).get("sub_group_size", SUB_GROUP_SIZE))
-        self.place: dict[str, tuple[int, int]] = {}  # sub-group and offset in it of a rank's part
+        self.place: dict[str, tuple[int, int]] = {}  # sub-group, and offset in it, of a rank's part
         for number, group in enumerate(shapes):
             offset = 0
             for name in group:
@@ -95,7 +95,7 @@ class Zero3:
         return [each for names in self.names for each in sub_groups(names, self.sizes, self.limit, ranks)]
 
     def optimizer(self, rank: int, ranks: int) -> dict[str, Any]:
-        """What a rank of `ranks` saves of its optimizer."""
+        """Build the optimizer file of a rank of `ranks`."""
         zero = self.states[0][OPTIMIZER]
         inner = zero[OPTIMIZER]
         masters: list[torch.Tensor] = []
@@ -117,7 +117,7 @@ class Zero3:
         return {**self.states[0], OPTIMIZER: {**zero, "partition_count": ranks, **dealt}}
 
     def _dealt(self, key: str | None, names: list[str], rank: int, ranks: int) -> torch.Tensor:
-        """A rank's part of a sub-group: of the optimizer's state `key`, or of the master weights."""
+        """Return a rank's part of a sub-group: of the optimizer's state `key`, or of the master weights."""
         found = []
         for name in names:
             number, offset = self.place[name]
@@ -126,7 +126,7 @@ class Zero3:
         return torch.cat(found)
 
     def model(self, rank: int, ranks: int) -> dict[str, Any]:
-        """What a rank of `ranks` saves of the model; frozen parameters are here, in parts too."""
+        """Build the model file of a rank of `ranks`, with its parts of frozen parameters."""
         first = self.models[0]
         shapes = [OrderedDict((name, self.shapes[name]) for name in group) for group in self._layout(ranks)]
         changes: dict[str, Any] = {"param_shapes": shapes, "dp_world_size": ranks}
@@ -168,7 +168,7 @@ class Zero2:
                 )
 
     def optimizer(self, rank: int, ranks: int) -> dict[str, Any]:
-        """What a rank of `ranks` saves of its optimizer."""
+        """Build the optimizer file of a rank of `ranks`."""
         zero = self.states[0][OPTIMIZER]
         base = zero[BASE]
         state: dict[int, dict[str, Any]] = {}
@@ -195,7 +195,7 @@ class Zero2:
         return dealt(self.totals[number], rank, ranks, parts=parts, size_of=flat_size)
 
     def _slices(self, number: int, rank: int, ranks: int) -> OrderedDict[str, Any]:
-        """Which part of which parameter the rank holds, and where."""
+        """Map the rank's slices to parameters: length and start."""
         from deepspeed.utils.tensor_fragment import fragment_address
 
         size = flat_size(self.totals[number], ranks)
@@ -209,15 +209,15 @@ class Zero2:
         return found
 
     def model(self, rank: int, ranks: int) -> dict[str, Any]:
-        """The model's own copy, which is whole."""
+        """Build the model file, which is whole."""
         return {**self.whole, "dp_world_size": ranks}
 
 
 def _flats(states: list[dict[str, Any]], key: str | None, number: int, masters: str, inner: str) -> list[torch.Tensor]:
-    """What each rank has held of a group: the optimizer's state `key`, or the master weights.
+    """Return each old rank's flat tensor of a group: the optimizer's state `key`, or the master weights.
 
     Args:
-        masters, inner: under which names its file has the weights, and the optimizer inside DeepSpeed's.
+        masters, inner: keys in the file of the weights, and of the optimizer inside DeepSpeed's.
     """
     optimizers = [state[OPTIMIZER] for state in states]
     if key is None:
@@ -226,20 +226,20 @@ def _flats(states: list[dict[str, Any]], key: str | None, number: int, masters: 
 
 
 def reparted(parts: list[torch.Tensor], shape: torch.Size, rank: int, ranks: int) -> torch.Tensor:
-    """A rank's part of a parameter that ZeRO-3 has cut into `parts`."""
+    """Return a rank's part of a parameter, from ZeRO-3's old `parts`."""
     return dealt(shape.numel(), rank, ranks, parts=[part.view(-1) for part in parts], size_of=part_size)
 
 
 def _own(value: Any) -> Any:
-    """A copy: a `step` that sub-groups share would be counted up once for each of them."""
+    """Copy a tensor: a `step` shared by sub-groups would be incremented once for each."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _is_flat(name: str, value: Any, size: int) -> bool:
-    """Whether a state of the optimizer has an element for each of a rank's parameters (`step` has one alone).
+    """True if an optimizer state has one element per weight of a rank (`step` has only one).
 
     Raises:
-        ValueError: it has another number of them.
+        ValueError: it has another number of elements.
     """
     if not isinstance(value, torch.Tensor) or value.numel() == 1 != size:
         return False

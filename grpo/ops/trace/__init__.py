@@ -1,5 +1,4 @@
-"""`grpo trace`: a run's timeline as Chrome's trace format, for Perfetto.
+"""`grpo trace`: a run's timeline in Chrome's trace format, for Perfetto.
 
-The command line alone imports it; it reads `record.timeline.records`.
-It must not know how any of it came about.
+Only the command line imports this package; it reads `record.timeline.records`, and must not know how they came about.
 """

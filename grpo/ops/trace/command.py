@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command: 0, or 1 with the reason on stderr."""
+    """Run the command; return 0, or 1 with the reason on stderr."""
     out = args.out or args.run / "trace.json"
     try:
         trace, notes = make_trace(args.run)
@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_trace(output_dir: Path) -> tuple[Trace, list[str]]:
-    """The trace of the run in `output_dir`, and what is missing in it.
+    """Make the trace of the run in `output_dir`, with warnings about missing parts.
 
     Raises:
-        ValueError: there is no timeline that can be read.
+        ValueError: there is no readable timeline.
     """
     folder = output_dir / TIMELINE_FOLDER
     if not output_dir.is_dir():
@@ -73,7 +73,7 @@ def _what_is_missing(output_dir: Path, timelines: list[Timeline], trace: Trace) 
 
 
 def _nodes_of(output_dir: Path) -> int:
-    """How many nodes the run had at most, as run.json says; 0 where it does not."""
+    """Largest number of nodes of the run, from run.json; 0 if unknown."""
     try:
         attempts = read_attempts(output_dir)
         return max((int(each["topology"]["num_nodes"]) for each in attempts), default=0)
@@ -82,14 +82,18 @@ def _nodes_of(output_dir: Path) -> int:
 
 
 def write_trace(trace: Trace, out: Path) -> int:
-    """Write it whole or not at all; how many bytes the file has. Raises OSError."""
+    """Write the trace, whole or not at all; return its size in bytes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     if out.is_dir():
         raise IsADirectoryError(f"--out {out} is a folder: name a file in it, as {out / 'trace.json'}")
     if not out.parent.is_dir():
         raise FileNotFoundError(f"--out {out}: there is no folder {out.parent}")
     head = json.dumps({"displayTimeUnit": "ms", "otherData": {"began_unix_s": trace.began}}).removesuffix("}")
     lines = (json.dumps(event, separators=(",", ":"), allow_nan=False) for event in trace.events)
-    # One event a line: a trace of a long run is looked at with other tools, too.
+    # One event a line, so that other tools can read a long trace too.
     separated = ",\n".join(lines)
     content = f'{head}, "traceEvents": [\n{separated}\n]}}\n'.encode()
     write_atomically(out, gzip.compress(content, mtime=0) if out.suffix == ".gz" else content)

@@ -1,8 +1,8 @@
-"""Timelines as events of Chrome's trace format, as Perfetto takes them.
+"""Timelines as events of Chrome's trace format, as read by Perfetto.
 
-The format: "Trace Event Format" (Google, 2016). What Perfetto adds to it: complete events ("X") of one thread lie
-inside each other or apart, else the later one is dropped; each argument of a counter is a counter of its own.
-Processes are nodes, threads are lanes. Times are whole microseconds since the run began.
+Format: "Trace Event Format" (Google, 2016). Perfetto adds two rules: complete events ("X") of one thread must be nested
+or disjoint, else the later one is dropped; each argument of a counter is a counter of its own. Processes are nodes,
+threads are lanes. Times are whole microseconds since the run began.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,27 +13,27 @@ from grpo.record.timeline.records import GENERATE, Span, Timeline, Usage
 
 Event = dict[str, Any]
 
-LANES = ("rank", "sync", "save", "engine")  # the order on the screen; others come after them
-THREADS_PER_NODE = 1000  # numbers that no two nodes share: Perfetto knows a thread by its number alone
+LANES = ("rank", "sync", "save", "engine")  # order on the screen; others come after them
+THREADS_PER_NODE = 1000  # thread numbers are unique over nodes: Perfetto identifies a thread by its number only
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What goes into the file, and what could not."""
+    """Events of the trace file, and the number of unreadable lines."""
 
     events: list[Event] = field(default_factory=list)
-    """Metadata first, then by time; of those that begin together the longest first."""
+    """Metadata first, then by time; among events with the same start the longest first."""
     began: float = 0.0
-    """Unix seconds at which the events' times begin."""
+    """Unix seconds of time 0 of the events."""
     unreadable: int = 0
-    """Lines that are none."""
+    """Damaged lines."""
     num_spans: int = 0
     num_nodes: int = 0
 
 
 def trace_of(timelines: Sequence[Timeline]) -> Trace:
-    """The events of all nodes. Without any record that can be read `num_nodes` is 0."""
+    """Convert the timelines of all nodes. `num_nodes` is 0 without any readable record."""
     unreadable = sum(each.unreadable for each in timelines)
     usable = [each for each in timelines if each.attempts or each.spans or each.usages]
     if not usable:
@@ -45,7 +45,7 @@ def trace_of(timelines: Sequence[Timeline]) -> Trace:
     events.sort(key=lambda event: (event["ph"] != "M", event["ts"], -event.get("dur", 0)))
     began = next((event["ts"] for event in events if event["ph"] != "M"), 0)
     for event in events:
-        event["ts"] = max(0, event["ts"] - began)  # 0 of metadata
+        event["ts"] = max(0, event["ts"] - began)  # metadata has 0
     return Trace(
         events=events,
         began=began / 1e6,
@@ -116,14 +116,14 @@ def _complete(span: Span) -> Event:
         "name": f"{span.phase}: {span.name}" if span.name else span.phase,
         "cat": span.phase,
         "ts": begin,
-        "dur": max(0, end - begin),  # two clocks may be a little apart
+        "dur": max(0, end - begin),  # two clocks may differ slightly
         "args": args,
     }
 
 
 def _threads(events: list[Event]) -> list[list[Event]]:
-    """Deal the events of a lane out: on one thread each two lie inside each other or apart."""
-    threads: list[tuple[list[Event], list[int]]] = []  # and the ends of what has not ended, the outermost first
+    """Split the events of a lane into threads, so that on each one events are nested or disjoint."""
+    threads: list[tuple[list[Event], list[int]]] = []  # and the ends of the open events, the outermost first
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         begin, end = event["ts"], event["ts"] + event["dur"]
         for thread, ends in threads:
@@ -150,7 +150,8 @@ def _tokens_per_s(span: Span) -> float | None:
 
 
 def _work_counters(spans: list[Span]) -> Iterator[Event]:
-    """Of each engine, from its generation batches: requests in flight, and tokens/s as a mean over each batch."""
+    """Counters of each engine from its generation batches: requests in flight, and tokens/s as the mean of each
+    batch."""
     batches = [span for span in spans if span.phase == GENERATE]
     for name, values in (
         ("requests in flight", [(span, span.requests) for span in batches]),
@@ -190,7 +191,8 @@ def _usage_counters(timeline: Timeline) -> Iterator[Event]:
                 if value is not None:
                     yield _counter(name, ts, series, round(value / unit, 3))
             if usage.busy is not None:
-                # A share of the time before, while a counter holds from its time on; so the attempt's last one is 0.
+                # Usage is a share of the time before, a counter holds for the time after; so the attempt's last one is
+                # 0.
                 yield _counter("busy %", _microseconds(since), series, round(100 * usage.busy, 1))
                 since = usage.time
         if since > samples[0].time:

@@ -1,7 +1,7 @@
-"""Data sets by name: a row of one, as its authors wrote it, becomes a prompt and what the rewards read.
+"""Adapters of known data sets: convert an original row to a prompt and columns for the rewards.
 
-`solution` is the answer inside `\\boxed{}`: a bare answer such as `\\frac{3}{4}` is none that math_verify reads, and
-TRL's `accuracy_reward` would give its rows no reward.
+`solution` is the answer inside `\\boxed{}`: math_verify does not parse a bare `\\frac{3}{4}`, and TRL's
+`accuracy_reward` would give such rows no reward.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,36 +13,37 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """How one kind of data set is read."""
+    """Reader of one kind of data set."""
 
     columns: tuple[str, ...]
-    """What its rows have to have."""
+    """Required columns."""
     to_prompt: Callable[[Row], dict[str, Any]]
 
 
 def _gsm8k(row: Row) -> dict[str, Any]:
-    """openai/gsm8k: the answer stands behind `####`, with commas between thousands."""
+    """openai/gsm8k: the answer follows `####`, with commas between thousands."""
     return {"prompt": row["question"], "solution": boxed(row["answer"].rpartition("####")[2].replace(",", ""))}
 
 
 def _boxed_math(row: Row) -> dict[str, Any]:
-    """EleutherAI/hendrycks_math, open-r1/OpenR1-Math-220k: `answer`, where there is one, goes before the worked one."""
+    """EleutherAI/hendrycks_math, open-r1/OpenR1-Math-220k: `answer`, if present, takes precedence over the worked
+    solution."""
     answer = row.get("answer")
     return {"prompt": row["problem"], "solution": boxed(answer) if answer else boxed(last_boxed(row["solution"]))}
 
 
 def _sanity_math(row: Row) -> dict[str, Any]:
-    """sail/Sanity-Test-R1D-1.5B: the prompt is a conversation that asks for `\\boxed{}` already."""
+    """sail/Sanity-Test-R1D-1.5B: the prompt is a list of messages that asks for `\\boxed{}` already."""
     return {"prompt": row["prompt"], "solution": boxed(row["reward_model"]["ground_truth"])}
 
 
 def _dapo_math(row: Row) -> dict[str, Any]:
-    """open-r1/DAPO-Math-17k-Processed: `solution` is the answer alone."""
+    """open-r1/DAPO-Math-17k-Processed: `solution` is only the answer."""
     return {"prompt": row["prompt"], "solution": boxed(row["solution"])}
 
 
 def _verifiable_code(row: Row) -> dict[str, Any]:
-    """open-r1/verifiable-coding-problems-python and those made from it; `code_reward` reads `verification_info`."""
+    """open-r1/verifiable-coding-problems-python and data sets made from it; `code_reward` reads `verification_info`."""
     return {"prompt": row["problem"], "verification_info": row["verification_info"]}
 
 
@@ -60,7 +61,7 @@ def boxed(answer: Any) -> str:
 
 
 def last_boxed(text: str) -> str:
-    """What stands in the last `\\boxed{}` of a worked solution.
+    """Return the contents of the last `\\boxed{}` of a worked solution.
 
     Raises:
         ValueError: there is none.

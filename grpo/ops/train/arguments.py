@@ -1,4 +1,4 @@
-"""The arguments of `train.py`: TRL's own, four more, and the demo's where no model is named."""
+"""Arguments of `train.py`: TRL's own, four more, and the demo's if no model is named."""
 
 import argparse
 import copy
@@ -22,7 +22,7 @@ from grpo.place.files import settings_of
 from grpo.place.launch import read_launch
 from grpo.place.spelling import did_you_mean
 
-# The demo's settings; configs/train/demo.yaml holds the same for people to copy. Every one can be overridden.
+# The demo's settings; configs/train/demo.yaml has the same for people to copy. Every one can be overridden.
 DEMO_DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/demo",
     "reward_funcs": ["exact_match"],
@@ -54,7 +54,7 @@ DEMO_COMPLETIONS = 256  # per generation batch, on any number of ranks
 @documented
 @dataclass
 class GRPOScriptArguments(TrlScriptArguments):
-    """TRL's script arguments, plus those that make rows or turn them into prompts, of evaluation, agents and a page."""
+    """TRL's script arguments, and more for data sets, prompts, evaluation, agents and reports."""
 
     dataset_adapter: str | None = field(
         default=None,
@@ -146,16 +146,16 @@ def _check_eval_datasets(sets: Any) -> None:
 @documented
 @dataclass
 class ModelArguments(ModelConfig):
-    """TRL's, without dropout in adapters: two forwards of the same tokens would differ by it, as if the policy had."""
+    """TRL's `ModelConfig`, without dropout in adapters: with dropout, two forwards of the same tokens would differ."""
 
     lora_dropout: float = 0.0
     """LoRA dropout; TRL's own script has 0.05."""
 
 
 def quantisation_of(model: ModelArguments) -> Any:
-    """TRL's `BitsAndBytesConfig` of the flags, None without them.
+    """Return TRL's `BitsAndBytesConfig` of the flags, None without them.
 
-    `dtype` does not say in which dtype its layers compute, as TRL has it (1.16): that follows from the engines'.
+    Unlike in TRL (1.16), `dtype` does not set the compute dtype of its layers: it follows from the engines'.
     """
     asked = copy.copy(model)
     asked.dtype = None
@@ -164,7 +164,7 @@ def quantisation_of(model: ModelArguments) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The parsed command line."""
+    """Parsed command line."""
 
     script: GRPOScriptArguments
     training: GRPOConfig
@@ -183,21 +183,21 @@ def parse_arguments(
     config_type: type[GRPOConfig] = GRPOConfig,
     world_size: int | None = None,
 ) -> Arguments:
-    """Parses flags over `--config FILE` over defaults, the demo's where no model is named.
+    """Parse flags over `--config FILE` over defaults; without a model, the demo's defaults.
 
     `--resume` is short for `--resume_from_checkpoint`, `--model` for `--model_name_or_path`.
 
     Args:
-        check: called before `training` is made, which joins the process group: with a `training` that has the values
-            of the fields and `local_mode`, but nothing that follows from them.
-        config_type: what `training` is.
-        world_size: ranks of the job; None: what the launcher says.
+        check: called before `training` is made, which joins the process group. Its `training` has the values of the
+            fields and `local_mode`, but no derived values.
+        config_type: type of `training`.
+        world_size: ranks of the job; None: from the launcher.
 
     Raises:
-        ValueError: names the flags and YAML keys that do not exist, and values that cannot be read.
+        ValueError: unknown flags or YAML keys, or invalid values; the message names them.
     """
     argv = _spell_out(argv)
-    settings_of(argv)  # TRL would read it as it is: this says in one line what is wrong with it
+    settings_of(argv)  # reports errors of the file in one line, before TRL reads it
 
     def check_values(values: argparse.Namespace) -> None:
         given = vars(values)
@@ -215,9 +215,9 @@ def parse_arguments(
         check=check_values,
         prog="train.py",
     )
-    # Defaults have to stand before anything is checked, so the question whether a model is named comes first.
+    # Defaults must be set before anything is checked, so a first pass looks for a model.
     peek = StrictParser(ModelConfig).parse_args_and_config(argv, return_remaining_strings=True)[0]
-    if peek.model_name_or_path is None and not _HELP & set(argv):  # help shows what holds for a model
+    if peek.model_name_or_path is None and not _HELP & set(argv):  # help shows the defaults for a named model
         world_size = read_launch(os.environ).world_size if world_size is None else world_size
         parser.set_defaults_with_config(**demo_defaults(world_size=world_size))
     script, training, model, mixture = parser.parse_args_and_config(argv)
@@ -225,13 +225,14 @@ def parse_arguments(
 
 
 def demo_defaults(*, world_size: int) -> dict[str, Any]:
-    """`DEMO_DEFAULTS` with the batch of a rank: about `DEMO_COMPLETIONS` over all ranks, whole groups of 8 on each."""
+    """Return `DEMO_DEFAULTS` with a rank's batch: about `DEMO_COMPLETIONS` over all ranks, whole groups of 8 on
+    each."""
     per_rank = max(8, DEMO_COMPLETIONS // world_size // 8 * 8)
     return DEMO_DEFAULTS | {"per_device_train_batch_size": per_rank, "per_device_eval_batch_size": per_rank}
 
 
 def _spell_out(argv: Sequence[str]) -> list[str]:
-    """`--config=FILE` as two words, which TRL's parser wants, and the flags that have a short name."""
+    """Split `--config=FILE` into two words, as TRL's parser requires, and expand short names."""
     two = tuple(f"{name}=" for name in ("--config", *_SHORT))
     words = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith(two) else [arg])]
     return [_SHORT.get(word, word) for word in words]

@@ -1,4 +1,4 @@
-"""What is wrong with a task by its arguments alone: `train.py` ends with it before anything starts, a plan names it."""
+"""Checks of a task's arguments: `train.py` exits on a mistake before anything starts, and a plan lists it."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from grpo.record.folder import check_writable
 
 
 def check_weights_trained(arguments: Arguments) -> None:
-    """Refuses quantised models that are not trained here, before TRL asks for the libraries that they need."""
+    """Refuse quantised models without adapters, before TRL asks for their libraries."""
     model = arguments.model
     if not arguments.training.local_mode:
         return
@@ -38,7 +38,7 @@ def check_weights_trained(arguments: Arguments) -> None:
 
 
 def check_task(arguments: Arguments) -> None:
-    """Refuses data or an agent without a model, a model without data or rewards, and an agent that is no command."""
+    """Refuse data or an agent without a model, a model without data or rewards, and an agent that is not a command."""
     script, mixture = arguments.script, arguments.mixture
     has_data = bool(script.dataset_name or mixture.datasets)
     if arguments.is_demo:
@@ -62,14 +62,16 @@ def check_task(arguments: Arguments) -> None:
 
 
 def check_rewards(arguments: Arguments) -> None:
-    """Refuses rewards that are not there, or not as many as `reward_weights`; imports the modules that hold them."""
+    """Refuse missing rewards, or a number other than that of `reward_weights`; imports the modules of reward
+    functions."""
     check_reward_list(rewards_of(arguments), arguments.training)
 
 
 def rewards_of(arguments: Arguments) -> "list[RewardFunc | str]":
-    """The reward model's name, where there is one, and the functions.
+    """Return the reward model's name, if any, and the reward functions.
 
-    Raises ValueError when there is none, or a name leads nowhere.
+    Raises:
+        ValueError: there are none, or a name is unknown.
     """
     script = arguments.script
     model = script.reward_model_name_or_path
@@ -84,7 +86,7 @@ def rewards_of(arguments: Arguments) -> "list[RewardFunc | str]":
 
 
 def check_local_models(arguments: Arguments) -> None:
-    """Refuses models that are paths to nowhere."""
+    """Refuse nonexistent paths of models."""
     for setting in ("model_name_or_path", "reward_model_name_or_path"):
         name = getattr(arguments.model, setting, None) or getattr(arguments.script, setting, None)
         if name is not None:
@@ -92,13 +94,13 @@ def check_local_models(arguments: Arguments) -> None:
 
 
 CHECKS: tuple[Callable[[Arguments], None], ...] = (check_weights_trained, check_task, check_local_models, check_rewards)
-"""What every rank and a plan look at; each raises ValueError, or what the module of a reward function raises."""
+"""Checks of every rank and of a plan; each raises ValueError, or an error from a reward function's module."""
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """All of `CHECKS`, and whether this node can run what a model wrote, where that is a reward.
+    """Run all of `CHECKS`, and check the sandbox if `code_reward` is used.
 
-    On rank 0 also whether the output folder can be written, and the model read.
+    On rank 0 also check that the output folder is writable and the model readable.
     """
     for check in CHECKS:
         check(arguments)

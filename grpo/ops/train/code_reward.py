@@ -1,4 +1,4 @@
-"""A reward for programs: the code block of a completion runs on the row's test cases, in a sandbox."""
+"""Reward for programs: the code block of a completion runs on the row's test cases, in a sandbox."""
 
 import json
 import os
@@ -22,16 +22,17 @@ def code_reward(
     verification_info: Sequence[Mapping[str, Any] | str],
     **_: Any,
 ) -> list[float | None]:
-    """1.0 where the last ```python block answers every test case of its row, else 0.0; several run side by side.
+    """Return 1.0 if the last ```python block passes every test case of its row, else 0.0; several run in parallel.
 
-    None, no reward, for a row without test cases, or with ones that are no text in and text out; and where the
-    sandbox itself failed.
-
-    Raises ValueError where this machine gives no sandbox and GRPO_CODE_REWARD_UNISOLATED is not 1.
+    None, no reward, for a row without test cases or with other ones than text in and text out, and if the sandbox
+    itself failed.
 
     Args:
         verification_info: `{"language": "python", "test_cases": [{"type", "input", "output", "fn_name"}, …]}`, or that
             as JSON.
+
+    Raises:
+        ValueError: this machine has no sandbox and GRPO_CODE_REWARD_UNISOLATED is not 1.
     """
     texts = [*map(text_of, completions)]
     rows = [json.loads(each) if isinstance(each, str) else each for each in verification_info]
@@ -64,14 +65,14 @@ def _score(text: str, row: Mapping[str, Any], *, isolated: bool) -> float | None
 
 
 def _is_of_texts(case: Mapping[str, Any]) -> bool:
-    """Text in and text out: no call of a function, whose arguments are lists."""
+    """True for text in and text out: not a function call, whose arguments are lists."""
     if case.get("fn_name") or case.get("type") not in (None, "stdin_stdout"):
         return False
     return isinstance(case.get("input"), str) and isinstance(case.get("output"), str)
 
 
 def lines_of(text: str) -> list[str]:
-    """As judges compare them: without what stands at the end of a line and of the text."""
+    """Split into lines for comparison: without trailing white space of lines and text."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""The text of a completion, for rewards that read no more of it."""
+"""Text of a completion, for rewards that read only its text."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,5 +7,5 @@ Completion = str | Sequence[Mapping[str, Any]]
 
 
 def text_of(completion: Completion) -> str:
-    """A completion of plain text, or the last message of a conversation."""
+    """Return the text of a completion, or the content of its last message."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])

@@ -1,4 +1,4 @@
-"""The data set of `train.py`: a mixture, a hub data set, or a local file or folder, made into prompts."""
+"""Data set of `train.py`: a mixture, a Hub data set, or a local file or folder, converted to prompts."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,15 +20,16 @@ _DATA_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": 
 
 
 def load_data(arguments: Arguments) -> "DatasetDict | IterableDatasetDict":
-    """The data set by split: a mixture, a hub data set, or a local file or folder, its columns renamed as asked.
+    """Load the data set by split: a mixture, a Hub data set, or a local file or folder, with renamed columns.
 
-    Raises `ValueError` when a local path does not hold one, or columns are not there.
+    Raises:
+        ValueError: a local path holds no data set, or columns are missing.
     """
     from transformers import set_seed
 
     script = arguments.script
     if arguments.mixture.datasets:
-        # TRL splits a mixture with numpy's global generator: without the same seed, every rank has rows of its own.
+        # TRL splits a mixture with numpy's global generator: without the same seed, every rank gets other rows.
         set_seed(arguments.training.seed)
         dataset = get_dataset(arguments.mixture)
     else:
@@ -40,9 +41,10 @@ def load_data(arguments: Arguments) -> "DatasetDict | IterableDatasetDict":
 
 
 def load_evaluation(arguments: Arguments, dataset: "DatasetDict | IterableDatasetDict") -> Any:
-    """What is evaluated: the sets of `eval_datasets` by name, else a split of the data set; None where nothing is.
+    """Load the evaluation sets: `eval_datasets` by name, else a split of the data set; None without evaluation.
 
-    Raises `ValueError` as `load_data` does.
+    Raises:
+        ValueError: as `load_data`.
     """
     script = arguments.script
     if arguments.training.eval_strategy == "no":
@@ -61,7 +63,7 @@ def load_evaluation(arguments: Arguments, dataset: "DatasetDict | IterableDatase
 
 
 def _load(name: str, config: str | None, script: GRPOScriptArguments, *, split: str, option: str) -> Any:
-    """By split; a file is the one that is asked for."""
+    """Load by split; a file is the requested split."""
     from datasets import load_dataset
 
     if name.startswith(PREFIX):
@@ -74,7 +76,8 @@ def _load(name: str, config: str | None, script: GRPOScriptArguments, *, split: 
             return load_dataset(_DATA_BUILDERS[path.suffix], data_files={split: str(path)}, streaming=streaming)
         return load_dataset(name if path is None else str(path), name=config, streaming=streaming)
     except Exception as error:
-        cause = error.__cause__ or error  # `datasets` says of a broken file that an error occurred
+        # for a broken file, `datasets` raises a generic error; its cause has the reason
+        cause = error.__cause__ or error
         if not (is_users(error) and is_users(cause)):
             raise
         what = f"{type(cause).__name__}: {reason_of(cause)}"
@@ -82,9 +85,10 @@ def _load(name: str, config: str | None, script: GRPOScriptArguments, *, split: 
 
 
 def local_data(name: str, option: str = "dataset_name") -> Path | None:
-    """The local path that a data set's name stands for; None for a hub id, or for tasks of reasoning-gym.
+    """Return the local path of a data set; None for a Hub id or tasks of reasoning-gym.
 
-    Raises `ValueError` for a path that does not exist or holds no data that can be read, and for a task that is none.
+    Raises:
+        ValueError: the path does not exist or holds no readable data, or a task is unknown.
     """
     if name.startswith(PREFIX):
         tasks_of(name, option)
@@ -119,7 +123,7 @@ def split_of(dataset: "DatasetDict | IterableDatasetDict", split: str, option: s
 
 
 def _adapt(dataset: Any, script: GRPOScriptArguments) -> Any:
-    """Rows as `dataset_adapter` or `dataset_columns` say, and conversations as `system_prompt` does."""
+    """Apply `dataset_adapter` or `dataset_columns` to rows, and `system_prompt` to prompts."""
     if script.dataset_adapter is not None:
         dataset = _adapt_rows(dataset, script.dataset_adapter)
     columns = script.dataset_columns or {}
@@ -134,7 +138,7 @@ def _adapt(dataset: Any, script: GRPOScriptArguments) -> Any:
 
 
 def _adapt_rows(dataset: Any, name: str) -> Any:
-    """Every split through the adapter; a split of another form is a mistake, for its rows would be nobody's."""
+    """Apply the adapter to every split; a split without its columns is a mistake."""
     adapter = ADAPTERS[name]
     what, fix = f"dataset_adapter is {name}, which reads", f"take another adapter ({', '.join(ADAPTERS)})"
     _check_names(dataset, adapter.columns, f"{what} {', '.join(adapter.columns)}", f"{fix}, or dataset_columns")

@@ -1,4 +1,4 @@
-"""A job's `GRPOConfig`, read by a process that is no rank of the job: nothing is started, no group is joined."""
+"""A job's `GRPOConfig` in a process outside the job: starts nothing, joins no group."""
 
 from typing import ClassVar
 
@@ -8,17 +8,17 @@ from grpo.config import GRPOConfig
 
 
 class ConfigElsewhere(GRPOConfig):
-    """`GRPOConfig` as it is on a rank of the job, with all its checks; what it refuses is kept, not raised.
+    """`GRPOConfig` as on a rank of the job, with all its checks; a refusal is kept, not raised.
 
-    Transformers makes the process group and takes a device where it makes its arguments: neither of them here.
+    Transformers creates the process group and selects a device in its arguments; this class does neither.
     """
 
     ranks: ClassVar[int] = 1
-    """Of the job; set on a subclass."""
+    """Ranks of the job; set on a subclass."""
     refusal: str | None = None
-    """Why the trainer would stop at start; fields that are worked out may then be missing."""
+    """Reason for which the trainer would stop at start; derived fields may then be missing."""
     deepspeed_file: "str | dict | None" = None
-    """What `--deepspeed` names. Loading it would switch ZeRO-3 on in this process."""
+    """Value of `--deepspeed`. Loading it would enable ZeRO-3 in this process."""
 
     def __post_init__(self) -> None:
         self.deepspeed_file = vars(self)["deepspeed"]

@@ -1,4 +1,4 @@
-"""TRL's parser of flags and YAML files, held to what it says: nothing is guessed, and a mistake is one line."""
+"""TRL's parser of flags and YAML files, made strict: no guesses, and each mistake is reported in one line."""
 
 import argparse
 import copy
@@ -38,7 +38,7 @@ MOST_USED = (
 
 
 class StrictParser(TrlParser):
-    """Takes no abbreviations, and raises ValueError where argparse would print its usage and end."""
+    """Rejects abbreviations, and raises ValueError instead of printing the usage and exiting."""
 
     def __init__(self, dataclass_types: Any, **kwargs: Any) -> None:
         super().__init__(dataclass_types, allow_abbrev=False, add_help=False, **kwargs)
@@ -48,11 +48,11 @@ class StrictParser(TrlParser):
 
 
 class TaskParser(StrictParser):
-    """Of a whole task: refuses what it does not know and values of another type before any settings are made of them.
+    """Parser for a whole task: refuses unknown names and values of a wrong type before any settings object is made.
 
     Args:
-        own: names of the options that `--help` shows beside the most used ones.
-        check: called with the values by name before settings are made of them, which starts the process group.
+        own: names of the options shown by `--help` beside the most used ones.
+        check: called with the values by name before settings objects are made; making them starts the process group.
     """
 
     def __init__(
@@ -72,7 +72,11 @@ class TaskParser(StrictParser):
         self.add_argument("--help-all", action=_Help, help="show all options")
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        """As TRL's. Raises ValueError for a value that is of another type than its setting."""
+        """Set defaults as TRL's parser does.
+
+        Raises:
+            ValueError: a value has another type than its setting.
+        """
         for name, value in kwargs.items():
             if name in self._hints:
                 _check_type(name, value, self._hints[name])
@@ -81,7 +85,7 @@ class TaskParser(StrictParser):
         return unknown
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, but nothing may be unknown."""
+        """Parse as argparse does; nothing may be unknown."""
         values, words = super().parse_known_args(args, namespace)
         flags = [word for word in words if re.match(r"-+[A-Za-z]", word)]
         if words or self._unknown_keys:
@@ -91,7 +95,7 @@ class TaskParser(StrictParser):
         return values, words
 
     def format_short_help(self) -> str:
-        """The most used options and this project's own."""
+        """Format the most used options and this project's own."""
         actions = {action.dest: action for action in reversed(self._actions)}
         formatter = self._get_formatter()
         formatter.add_text(f"usage: {self.prog} [--config FILE.yaml] [--OPTION VALUE ...]")
@@ -108,7 +112,7 @@ class TaskParser(StrictParser):
 
 
 class _Help(argparse.Action):
-    """Prints the help and ends."""
+    """Prints the help and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -119,7 +123,7 @@ class _Help(argparse.Action):
 
 
 def unknown_arguments(names: Sequence[str], known: Sequence[str]) -> str:
-    """What to say of options that do not exist, with those that were probably meant."""
+    """Return the message about unknown options, with suggestions."""
     parts = [name + did_you_mean(name.split("=")[0], known) for name in names]
     return (
         f"unknown arguments: {', '.join(parts)}. Fields of GRPOConfig, TRL's ModelConfig, DatasetMixtureConfig and "
@@ -139,10 +143,10 @@ def _with_one_name(action: argparse.Action) -> argparse.Action:
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    """Of a YAML value. Text is left to the parser, which reads it as a flag's.
+    """Check the type of a YAML value. Strings are left to the parser, which reads them like flags.
 
     Raises:
-        ValueError: names the value and the type.
+        ValueError: the type is wrong; the message names the value and the type.
     """
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     outer = [typing.get_origin(kind) or kind for kind in kinds]

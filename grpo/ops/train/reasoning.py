@@ -1,5 +1,5 @@
-"""reasoning-gym's tasks as data sets: rows are made where they are read, with another seed held out, and scored by the
-task's own scorer (https://github.com/open-thought/reasoning-gym)."""
+"""reasoning-gym's tasks as data sets: rows are generated on load, with a held-out seed, and scored by the task's own
+scorer (https://github.com/open-thought/reasoning-gym)."""
 
 import ast
 import functools
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 PREFIX = "reasoning_gym:"
 HELD_OUT = 10**9
-"""Between the seed of training and that of the test split: item i of a task is drawn with seed + i, so that seeds which
-are close to each other make the same items."""
-MAX_DRAWS = 8  # times as many as are wanted, for a test split without questions that are trained on
+"""Distance of the test split's seed from the training seed: item i is drawn with seed + i, so close seeds give the same
+items."""
+MAX_DRAWS = 8  # times the number of rows, to fill a test split without training questions
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def tasks_of(name: str, option: str = "dataset_name") -> list[str]:
-    """The tasks that a data set's name stands for: `reasoning_gym:chain_sum,leg_counting`.
+    """Return the tasks in a data set's name: `reasoning_gym:chain_sum,leg_counting`.
 
     Raises:
         ValueError: the library is not installed, or has no such task.
@@ -56,19 +56,19 @@ def load_tasks(
     settings: Mapping[str, Mapping[str, Any]],
     option: str = "dataset_name",
 ) -> "DatasetDict":
-    """The splits `train` and `test`, the same on every rank and in every run; no question of training is in `test`.
+    """Generate the splits `train` and `test`, the same on every rank and in every run; `test` has no training question.
 
     Args:
         name: see `tasks_of`; rows take the tasks in turn.
         size, test_size: rows of each split.
         seed: of `train`; `test` has one of its own.
-        settings: of each task by its name, as reasoning-gym has them: its difficulty.
+        settings: difficulty of each task by name, in reasoning-gym's own settings.
 
     Returns:
         Columns `prompt` (the question as text), `answer`, `task`, and `metadata`, a literal for the scorer.
 
     Raises:
-        ValueError: there is no such task or setting, or the task has too few questions to hold some out.
+        ValueError: unknown task or setting, or too few questions to hold some out.
     """
     from datasets import Dataset, DatasetDict
 
@@ -104,9 +104,9 @@ def reasoning_gym_answer(
 ) -> list[float]:
     """Score answers by their tasks' own scorers, 0 to 1.
 
-    The answer is taken out of the completion first: what stands in the last `<answer>` and `</answer>`, or else in the
-    last `\\boxed{}`, or else all of it. Text that only contains the answer scores by the share that the answer is of
-    it. An answer that a scorer cannot read counts 0.
+    First the answer is extracted: the text in the last `<answer>` and `</answer>`, or else in the last `\\boxed{}`, or
+    else all of it. Longer text around the right answer scores by the answer's share of its length. An answer unreadable
+    for a scorer counts 0.
     """
     texts = map(text_of, completions)
     return [_score(*row) for row in zip(texts, answer, metadata, task, strict=True)]
@@ -137,7 +137,7 @@ def _items(task: str, count: int, seed: int, settings: Mapping[str, Any]) -> lis
     try:
         made = reasoning_gym.create_dataset(task, size=count, seed=seed, **settings)
         items = [made[number] for number in range(count)]
-    except (TypeError, ValueError, AssertionError) as error:  # its own checks of what was set
+    except (TypeError, ValueError, AssertionError) as error:  # its own checks of the settings
         raise ValueError(
             f"reasoning-gym cannot make {task} with the settings {dict(settings)}: {type(error).__name__}: {error}"
         ) from error
@@ -158,7 +158,7 @@ def _items(task: str, count: int, seed: int, settings: Mapping[str, Any]) -> lis
 
 
 def _literal(metadata: Any, task: str) -> str:
-    """As text that is read back as it was, tuples and keys that are numbers too, which JSON has not."""
+    """Write as a Python literal: it preserves tuples and number keys, which JSON does not."""
     text = repr(metadata)
     try:
         ast.literal_eval(text)
@@ -178,7 +178,7 @@ def _score_answer(given: str | None, known: str | None, metadata: str, task: str
     item = {"question": "", "answer": known, "metadata": _read(metadata)}
     score = _scorer(task)(given, item)
     if known and given and known in given and len(given.split()) > len(known.split()):
-        return min(score, len(known) / len(given))  # as most scorers have it by themselves, but not all
+        return min(score, len(known) / len(given))  # most scorers do so by themselves, but not all
     return score
 
 

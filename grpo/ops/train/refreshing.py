@@ -1,4 +1,4 @@
-"""`report_every_s`: the run's page, made anew while it trains by a process that gets what time is left."""
+"""`report_every_s`: a process rewrites the run's page during training, with low priority."""
 
 import contextlib
 import os
@@ -28,10 +28,10 @@ class RefreshReport(TrainerCallback):
             self._start(Path(args.output_dir))
 
     def finish(self, output_dir: Path, *, has_time: bool) -> None:
-        """The last page: the run has ended, and says how.
+        """Make the last page, with the end of the run.
 
         Args:
-            has_time: False where training was ended: a page that is being made is given up, too.
+            has_time: False if training was aborted: a page in progress is abandoned too.
         """
         if not has_time:
             self._end(0.0)
@@ -43,7 +43,7 @@ class RefreshReport(TrainerCallback):
     def _start(self, output_dir: Path) -> None:
         self._began_s = time.monotonic()
         log = output_dir / LOG
-        with contextlib.suppress(OSError):  # no space for its log: none for a page
+        with contextlib.suppress(OSError):  # no log file possible: no page either
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as sink:
                 self._process = subprocess.Popen(

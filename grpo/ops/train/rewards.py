@@ -1,4 +1,4 @@
-"""Reward functions by name: TRL's, ours, and any that a dotted path imports."""
+"""Reward functions by name: TRL's, ours, and any dotted path."""
 
 import importlib
 import sys
@@ -18,7 +18,7 @@ REWARD_NAMES = ("exact_match", "code_reward", "agent_reward", "reasoning_gym_ans
 
 
 def exact_match(completions: Sequence[Completion], answer: Sequence[str], **_: Any) -> list[float]:
-    """1.0 where a completion is its row's `answer`, spaces around both aside, else 0.0.
+    """Return 1.0 if a completion equals its row's `answer` except for surrounding spaces, else 0.0.
 
     A conversational completion (a list of messages) counts by the content of its last message.
     """
@@ -28,10 +28,10 @@ def exact_match(completions: Sequence[Completion], answer: Sequence[str], **_: A
 
 
 def agent_reward(completions: Sequence[Any], reward: Sequence[float | None] | None = None, **_: Any) -> list[Any]:
-    """What each row's agent has returned as its column `reward` (see `grpo.agents`); None leaves a row unscored.
+    """Return the column `reward` of each row's agent (see `grpo.agents`); None leaves a row unscored.
 
     Raises:
-        ValueError: no agent has returned one, and the data set has no such column either.
+        ValueError: no agent has returned it, and the data set has no such column either.
     """
     if reward is None:
         raise ValueError(
@@ -43,9 +43,12 @@ def agent_reward(completions: Sequence[Any], reward: Sequence[float | None] | No
 
 
 def load_reward_funcs(names: Iterable[str]) -> list[RewardFunc]:
-    """The functions that `names` stand for: `REWARD_NAMES`, or dotted paths with the working directory importable.
+    """Load reward functions by name: `REWARD_NAMES`, or dotted paths with the working directory importable.
 
-    Raises `ValueError` for a name that leads nowhere. An error inside an imported module is raised as it is.
+    An error inside an imported module is raised unchanged.
+
+    Raises:
+        ValueError: a name is unknown.
     """
     return [_load(name) for name in names]
 
@@ -62,7 +65,7 @@ def _load(name: str) -> RewardFunc:
     if name in TRL_REWARDS:
         import trl.rewards
 
-        if name == "get_soft_overlong_punishment":  # makes a function; these values are those of TRL's own script
+        if name == "get_soft_overlong_punishment":  # a factory; these values are those of TRL's own script
             return trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
         return getattr(trl.rewards, name)
     if "." in name:
@@ -78,7 +81,7 @@ def _import(path: str) -> RewardFunc:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A module that the user's module asks for is the user's own error, not a wrong path.
+        # A missing module imported by the user's module is the user's own error, not a wrong path.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(

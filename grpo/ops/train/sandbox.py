@@ -1,4 +1,4 @@
-"""Programs that a model wrote, run with limits. docs/recipes.md says what they are kept from, and what not."""
+"""Sandbox for programs written by a model. docs/recipes.md lists its guarantees and limits."""
 
 import contextlib
 import functools
@@ -21,49 +21,50 @@ from grpo.ops.train.system_calls import seccomp_filter
 
 UNISOLATED = "GRPO_CODE_REWARD_UNISOLATED"
 _CHILD = Path(__file__).with_name("sandbox_child.py")
-_GRACE_S = 10.0  # beyond `wall_s`, for the child that counts it to clean up
+_GRACE_S = 10.0  # beyond `wall_s`, for the child that measures it to clean up
 _TRIAL_S = 60.0  # a machine that starts a job is slow
 _READ_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramLimits:
-    """Of one program."""
+    """Limits of one program."""
 
     wall_s: float = 10.0
     cpu_s: int = 8
-    """Of each of its processes."""
+    """CPU seconds of each of its processes."""
     memory_bytes: int = 2**30
-    """Address space of each of its processes; where there are control groups, all memory of them together, too."""
+    """Address space of each of its processes; with control groups, also the memory of all together."""
     processes: int = 8
-    """And threads, all together. Without namespaces those of its user count, and root's are not counted."""
+    """Processes and threads together. Without namespaces all of the user's count; root's do not count."""
     file_bytes: int = 2**24
-    """All files together; without namespaces, each file."""
+    """Size of all files together; without namespaces, of each file."""
     output_bytes: int = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a program ended."""
+    """Result of a program."""
 
     code: int | None
-    """Its exit code, minus a signal's number; None where it was ended."""
+    """Exit code, or minus the signal's number; None if the sandbox ended it."""
     output: bytes
     """Standard output, up to `output_bytes`."""
     why: str = ""
-    """Why it was ended: "late", "output", "memory" (of all its processes), or what the sandbox could not do."""
+    """Reason for ending it: "late", "output", "memory" (of all its processes), or a failure of the sandbox."""
     is_refused: bool = False
-    """Whether that was to get what a sandbox is made of from this machine."""
+    """True if this machine refused a part of the sandbox."""
 
 
 def run_program(
     source: str, stdin: bytes = b"", limits: ProgramLimits | None = None, *, isolated: bool = True
 ) -> Outcome:
-    """Run a Python program with the standard library alone, no variables and a folder of its own; all of it ends here.
+    """Run a Python program with only the standard library, no environment variables and a folder of its own. All of its
+    processes have ended on return.
 
     Args:
-        isolated: in namespaces: without network, other processes and files; and without the system calls of
-            `system_calls`. Where that cannot be had `why` says so. Otherwise with limits, and what can be had.
+        isolated: run in namespaces, without network, other processes and files, and without the system calls of
+            `system_calls`; `why` says so if that is impossible. False: with limits, and everything else available.
     """
     limits = ProgramLimits() if limits is None else limits
     with contextlib.ExitStack() as stack:
@@ -114,7 +115,7 @@ def _run(source: str, stdin: bytes, limits: ProgramLimits, group: Path | None, *
 
 
 def _answer(status: socket.socket) -> dict[str, Any]:
-    """What the one process that counts for it has said before it ended; empty where it was killed."""
+    """Read the last message of the sandbox's child; empty if it was killed."""
     status.setblocking(False)
     try:
         answer = json.loads(status.recv(_READ_BYTES))
@@ -124,7 +125,7 @@ def _answer(status: socket.socket) -> dict[str, Any]:
 
 
 def _read(child: subprocess.Popen[bytes], limits: ProgramLimits) -> tuple[bytes, bool]:
-    """Standard output, and whether it is whole; `child` and all below it have ended then."""
+    """Return standard output, and True if it is complete; `child` and all its descendants have ended by then."""
     assert child.stdout is not None
     output, until = bytearray(), time.monotonic() + limits.wall_s + _GRACE_S
     with child.stdout, selectors.DefaultSelector() as selector:
@@ -149,11 +150,11 @@ def _read(child: subprocess.Popen[bytes], limits: ProgramLimits) -> tuple[bytes,
 
 @functools.cache
 def must_isolate() -> bool:
-    """True: programs run in the sandbox. False where there is none, and GRPO_CODE_REWARD_UNISOLATED=1 lets limits do.
+    """True if programs run in the sandbox; False without one if GRPO_CODE_REWARD_UNISOLATED=1 accepts limits only.
 
     Raises:
-        ValueError: this machine gives no sandbox, and nobody said that limits will do.
-        RuntimeError: a program could not be tried out for another reason, which may be over the next time.
+        ValueError: this machine has no sandbox, and limits only are not accepted.
+        RuntimeError: the trial failed for another, possibly temporary reason.
     """
     said = os.environ.get(UNISOLATED, "0")
     if said not in ("0", "1"):

@@ -1,8 +1,8 @@
-"""Runs one Python program inside what can be had of a sandbox: `python -I -S sandbox_child.py SETTINGS`.
+"""Run one Python program in the sandbox: `python -I -S sandbox_child.py SETTINGS`.
 
-A file of its own with nothing but the standard library: it is started for every program. Three processes stand above
-the program where there are namespaces, so that none of its own can outlive them: this one, which counts the seconds;
-the one that makes the namespaces; and the first one inside, with whose end the kernel ends all others inside.
+A file of its own that imports only the standard library, as it is started for every program. With namespaces, three
+processes are above the program, so that none of its own can outlive them: this one, which measures the time; the one
+that creates the namespaces; and the first one inside, whose end makes the kernel end all others inside.
 """
 
 import contextlib
@@ -31,25 +31,25 @@ NEW_USER, NEW_NET, NEW_PID, NEW_MOUNTS, NEW_IPC, NEW_UTS = (
 )
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MS_RELATIME, ST_RELATIME = 1 << 21, 4096
-KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048  # of a mount: nosuid, nodev, noexec, noatime, nodiratime
+KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048  # mount flags: nosuid, nodev, noexec, noatime, nodiratime
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY_NOSUID = 442, -100, 0x8000, 1 | 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 SECCOMP_MODE_FILTER = 2
 ANSWER_BYTES = 65536
-NOBODY = 65534  # who the program is where this runs as root: root's processes are counted by no limit
+NOBODY = 65534  # the program's user if this runs as root: no limit counts root's processes
 SEEN = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
-MOST_FILES = 4096  # in its root, those of the root itself among them: each is a kilobyte of the kernel's
+MOST_FILES = 4096  # in its root, including those of the root itself: each takes a kilobyte of kernel memory
 CLEANUP_S = 5.0
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Stopped(Exception):
-    """SIGTERM: the one that reads the output has seen enough."""
+    """SIGTERM: the reader of the output has seen enough."""
 
 
 class Refused(OSError):
-    """The kernel refuses what the sandbox is made of."""
+    """The kernel refuses a part of the sandbox."""
 
 
 class Filter(ctypes.Structure):
@@ -59,13 +59,14 @@ class Filter(ctypes.Structure):
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Sends one JSON object to the socket `status_fd`: `code`, or `late`, or `error`: why there is no sandbox."""
+    """Send one JSON object to the socket `status_fd`: `code`, or `late`, or `error` with the reason for having no
+    sandbox."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise Stopped
 
     signal.signal(signal.SIGTERM, stop)
-    os.set_inheritable(settings["status_fd"], False)  # or the program could say how it ended
+    os.set_inheritable(settings["status_fd"], False)  # else the program could report its own end
     _die_with_parent()
     _check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
     answer: dict[str, Any] = {}
@@ -80,7 +81,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _run(settings: dict[str, Any]) -> dict[str, Any]:
-    reported, tell = socket.socketpair(type=socket.SOCK_SEQPACKET)  # no pipe: that can be opened by /proc/PID/fd
+    reported, tell = socket.socketpair(type=socket.SOCK_SEQPACKET)  # not a pipe: /proc/PID/fd could open it
     ready, say_ready = os.pipe()
     may_go, say_go = os.pipe()
     is_root = os.getuid() == 0
@@ -89,17 +90,17 @@ def _run(settings: dict[str, Any]) -> dict[str, Any]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             if settings["group"] is not None:
-                _write(settings["group"], "0")  # this process, and with it all below it
+                _write(settings["group"], "0")  # this process, and with it all its children
             if settings["isolated"]:
                 _isolated(settings, is_root, say_ready, may_go, tell)
             _die_with_parent()
             _limit(settings)
             _start_program(settings, settings["folder"])
-        except BaseException as error:  # noqa: BLE001  nobody above it can say more
+        except BaseException as error:  # noqa: BLE001  no parent can say more
             _tell(tell, _error(error))
         os._exit(1)
     if not settings["isolated"]:
-        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory and files are root's alone to look at
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # only root may read its memory and files
     tell.close()
     os.close(say_ready)
     if settings["isolated"]:
@@ -120,7 +121,7 @@ def _run(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _isolated(settings: dict[str, Any], is_root: bool, say_ready: int, may_go: int, tell: socket.socket) -> NoReturn:
-    """No network, nobody else's processes, and no files but Python's own, read only, and an empty folder in memory."""
+    """Run without network, other processes and files, except Python's own (read only) and an empty folder in memory."""
     with open(os.path.join(settings["folder"], "program.py"), "rb") as file:
         source = file.read()
     user, group = os.getuid(), os.getgid()
@@ -153,7 +154,7 @@ def _isolated(settings: dict[str, Any], is_root: bool, say_ready: int, may_go: i
 
 
 def _make_root(settings: dict[str, Any], source: bytes) -> None:
-    """A root of its own, in memory; `file_bytes` is all that it holds."""
+    """Make a root of its own in memory, limited to `file_bytes`."""
     root = settings["folder"]
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     _mount(
@@ -176,7 +177,7 @@ def _make_root(settings: dict[str, Any], source: bytes) -> None:
         _make_read_only(inside)
         seen.append(path)
     for name in ("work", "tmp"):
-        os.makedirs(f"{root}/{name}", exist_ok=True)  # there already where Python lies below it
+        os.makedirs(f"{root}/{name}", exist_ok=True)  # exists already if Python is below it
         os.chmod(f"{root}/{name}", 0o1777)
     with open(f"{root}/work/program.py", "wb") as file:
         file.write(source)
@@ -185,7 +186,7 @@ def _make_root(settings: dict[str, Any], source: bytes) -> None:
 
 
 def _make_read_only(path: str) -> None:
-    """And what is mounted below it."""
+    """Remount read only, with all mounts below."""
     attributes = (ctypes.c_uint64 * 4)(READ_ONLY_NOSUID, 0, 0, 0)
     where = ctypes.c_char_p(path.encode())
     if libc.syscall(MOUNT_SETATTR, AT_FDCWD, where, AT_RECURSIVE, attributes, 32) >= 0:
@@ -194,7 +195,7 @@ def _make_read_only(path: str) -> None:
         mounts = [re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[4]) for line in file]
     for mount in mounts:
         if f"{mount}/".startswith(f"{path}/"):
-            flags = os.statvfs(mount).f_flag  # those that another namespace has set must stay
+            flags = os.statvfs(mount).f_flag  # flags set by another namespace must stay
             kept = flags & KEPT_FLAGS | (MS_RELATIME if flags & ST_RELATIME else 0)
             _mount("none", mount, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | kept)
 
@@ -237,7 +238,7 @@ def _filter_calls(code: str | None) -> None:
 
 @contextlib.contextmanager
 def _asking_the_kernel() -> Iterator[None]:
-    """Around what makes the sandbox, where another machine may refuse."""
+    """Turn a refusal of the kernel inside the block into `Refused`."""
     try:
         yield
     except OSError as error:
@@ -253,7 +254,7 @@ def _tell(keeper: socket.socket, what: dict[str, Any]) -> None:
 
 
 def _end_all() -> None:
-    """Every process below this one: whose parent has ended becomes a child of this one."""
+    """Kill every process below this one: orphans become children of this one."""
     until = time.monotonic() + CLEANUP_S
     while time.monotonic() < until:
         for pid in _children():
@@ -272,7 +273,7 @@ def _children() -> list[int]:
 
 
 def _write_maps(pid: int, users: str, groups: str | None = None) -> None:
-    if groups is not None:  # who is not root may map groups only where it gives setgroups up
+    if groups is not None:  # without root, group maps require setgroups to be denied
         _write(f"/proc/{pid}/setgroups", "deny")
     _write(f"/proc/{pid}/uid_map", users)
     _write(f"/proc/{pid}/gid_map", groups or users)

@@ -1,8 +1,8 @@
 """A control group for each program: one limit for the memory of all its processes and of its files in memory.
 
-There is one only where this process may make it. Of version 1 it lies below the own group. Version 2 takes limits only
-where `memory` is in `cgroup.subtree_control`, and the kernel lets no group have that which holds processes, but for the
-root of all: so it lies below the parent. Not higher: there the limits of the job would no longer count it.
+It requires permission to create groups. In version 1 it is below the own group. Version 2 takes limits only with
+`memory` in `cgroup.subtree_control`; the kernel does not allow that for a group with processes, except the root. So
+there it is below the parent, and not higher: the limits of the job would no longer apply.
 """
 
 import contextlib
@@ -19,24 +19,24 @@ from pathlib import Path, PurePosixPath
 
 from grpo.faults.oom import groups_of, kills_in
 
-PREFIX = "grpo-sandbox-"  # then the process that made it
-_REMOVAL_S = 5.0  # processes that were killed are still leaving
+PREFIX = "grpo-sandbox-"  # then the id of its process
+_REMOVAL_S = 5.0  # killed processes may still be exiting
 _TRIAL_S, _TRIAL_BYTES = 30.0, 2**26
 
 _LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
-_OF_SOME_KERNELS = {  # swap; and that all of the group is killed, not the largest alone
+_OF_SOME_KERNELS = {  # swap; and the kill of the whole group, not only of its largest process
     1: {"memory.memsw.limit_in_bytes": "{}"},
     2: {"memory.swap.max": "0", "memory.oom.group": "1"},
 }
 _COUNTS = {1: "memory.oom_control", 2: "memory.events"}
-_ENTRANCES = {1: "tasks", 2: "cgroup.procs"}  # of 1, the other one waits 10 ms for all processors
+_ENTRANCES = {1: "tasks", 2: "cgroup.procs"}  # in version 1, the other file waits 10 ms for all processors
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlace:
-    """Where groups are made."""
+    """Folder for new groups."""
 
     folder: Path
     version: int
@@ -45,10 +45,10 @@ class GroupPlace:
 
 @contextlib.contextmanager
 def program_group(place: GroupPlace, memory_bytes: int) -> Iterator[Path]:
-    """The folder of a group without processes, which is removed in the end.
+    """Create a group without processes; yield its folder, and remove it in the end.
 
     Raises:
-        OSError: the kernel makes none, or takes no limit.
+        OSError: the kernel refuses the group or its limit.
     """
     with contextlib.ExitStack() as stack:
         for is_last in (False, False, True):
@@ -58,19 +58,20 @@ def program_group(place: GroupPlace, memory_bytes: int) -> Iterator[Path]:
                 stack.enter_context(_locked(folder))
                 set_limits(folder, place.version, memory_bytes)
                 break
-            except OSError:  # another process may have swept it away before it was locked
+            except OSError:  # another process may have removed it before it was locked
                 if is_last:
                     raise
         yield folder
 
 
 def set_limits(group: Path, version: int, memory_bytes: int) -> None:
-    """Memory, and memory with swap where the kernel counts that.
+    """Limit memory, and memory with swap if the kernel counts it.
 
     Raises:
         OSError: the group takes no limit.
     """
-    (group / _LIMIT[version]).open("r+").close()  # or a folder that is no control group would get a file
+    # fails for a folder that is not a control group, instead of creating a file
+    (group / _LIMIT[version]).open("r+").close()
     (group / _LIMIT[version]).write_text(str(memory_bytes))
     for name, value in _OF_SOME_KERNELS[version].items():
         if (group / name).exists():
@@ -78,18 +79,18 @@ def set_limits(group: Path, version: int, memory_bytes: int) -> None:
 
 
 def entrance(group: Path) -> Path:
-    """The file to which a process without threads writes 0 to come in."""
+    """Return the file to which a single-threaded process writes 0 to join."""
     return next(group / name for name in _ENTRANCES.values() if (group / name).exists())
 
 
 def is_full(group: Path | None) -> bool:
-    """Whether a process of it was killed for want of memory."""
+    """True if a process of the group was killed for lack of memory."""
     return group is not None and any(kills_in(group / name) for name in _COUNTS.values())
 
 
 @functools.cache
 def own_place() -> GroupPlace | None:
-    """Where this process makes groups, if it may; groups of ended processes are removed there. The log says which."""
+    """Find the folder for this process's groups, if permitted; remove groups of ended processes, and log the choice."""
     files = (Path("/proc/self/cgroup"), Path("/proc/self/mountinfo"))
     cgroups, mountinfo = (path.read_text() if path.exists() else "" for path in files)
     place = find_place(cgroups, mountinfo, can_limit=_can_limit)
@@ -104,12 +105,12 @@ def own_place() -> GroupPlace | None:
 
 
 def find_place(cgroups: str, mountinfo: str, *, can_limit: Callable[[GroupPlace], bool]) -> GroupPlace | None:
-    """The first one that `can_limit` says yes to.
+    """Return the first place accepted by `can_limit`.
 
     Args:
         cgroups: `/proc/self/cgroup`.
         mountinfo: `/proc/self/mountinfo`.
-        can_limit: whether a group that is made there takes a limit and a process.
+        can_limit: returns True if a new group there takes a limit and a process.
     """
     groups = groups_of(cgroups)
     version = 1 if "memory" in groups else 2
@@ -119,7 +120,7 @@ def find_place(cgroups: str, mountinfo: str, *, can_limit: Callable[[GroupPlace]
         root, mounted = mount.split()[3:5]
         kind, _, options = file_system.split()
         is_it = kind == "cgroup2" if version == 2 else kind == "cgroup" and "memory" in options.split(",")
-        if not is_it or ".." in own.parts or not own.is_relative_to(root):  # outside what is mounted
+        if not is_it or ".." in own.parts or not own.is_relative_to(root):  # outside the mount
             continue
         folder = Path(mounted, own.relative_to(root))
         folders = [folder, folder.parent] if version == 2 and own != PurePosixPath(root) else [folder]
@@ -138,7 +139,7 @@ def _can_limit(place: GroupPlace) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """While it is locked its maker lives, in whatever container.
+    """Lock a group's folder; the lock shows a living creator, in any container.
 
     Raises:
         OSError: another process holds it, or it is gone.

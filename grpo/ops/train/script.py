@@ -1,7 +1,7 @@
-"""What `train.py` runs: TRL's `trl grpo` script with this project's trainer, and the demo task when no model is named.
+"""Program of `train.py`: TRL's `trl grpo` script with this project's trainer, and the demo task if no model is named.
 
-Flags and YAML files are those of TRL's own script; `GRPOScriptArguments` adds three that adapt a data set. What can be
-said of the command line without TRL is said before it is imported.
+Flags and YAML files are those of TRL's own script; `GRPOScriptArguments` adds more. Mistakes on the command line are
+reported before TRL is imported, as far as possible.
 """
 
 import os
@@ -15,7 +15,7 @@ from grpo.place.importing import importing, quiet
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains as `argv` says (default: the command line). Called by every rank."""
+    """Train as `argv` says (default: the command line). Called by every rank."""
     quiet()
     argv = sys.argv[1:] if argv is None else argv
     with reporting_mistakes(os.environ.get("GRPO_OUTPUT_DIR") or flag_of(argv, "output_dir")) as teller:
@@ -34,4 +34,4 @@ def main(argv: Sequence[str] | None = None) -> None:
             from grpo.ops.train.training import run, run_demo
 
         trainer = run_demo(arguments) if arguments.is_demo else run(arguments)
-        trainer.accelerator.end_training()  # or threads of the process group meet the interpreter's exit
+        trainer.accelerator.end_training()  # otherwise threads of the process group run into the interpreter's exit

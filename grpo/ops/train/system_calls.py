@@ -1,6 +1,6 @@
-"""What a program that a model wrote may not ask the kernel for: a seccomp filter, as the bytes of a BPF program.
+"""System calls denied to a model's program: a seccomp filter, as the bytes of a BPF program.
 
-Denied is memory that RLIMIT_AS does not count, and what reaches into other processes or far into the kernel.
+Denied are calls for memory not counted by RLIMIT_AS, and calls reaching into other processes or far into the kernel.
 """
 
 import struct
@@ -15,7 +15,7 @@ _NUMBERS = {  # of x86_64, of aarch64
     "mq_open": (240, 180),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
-    "vmsplice": (278, 75),  # a pipe then holds the pages, whoever unmaps them
+    "vmsplice": (278, 75),  # a pipe then keeps the pages after they are unmapped
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -30,7 +30,7 @@ _NUMBERS = {  # of x86_64, of aarch64
     "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425),
 }
-_SIGNALS = {  # without namespaces: a program could kill the process that ends what it has started
+_SIGNALS = {  # without namespaces: a program could kill the process that supervises it
     "kill": (62, 129),
     "tkill": (200, 130),
     "tgkill": (234, 131),
@@ -47,10 +47,10 @@ _ALLOW, _KILL, _DENY = 0x7FFF0000, 0x80000000, 0x00050001  # the last one: EPERM
 
 
 def seccomp_filter(machine: str, *, isolated: bool) -> bytes | None:
-    """`struct sock_filter[]` for a machine as `os.uname` names it; None for one whose numbers are not known here.
+    """Return `struct sock_filter[]` for a machine as named by `os.uname`; None for an unknown one.
 
     Args:
-        isolated: the program has a process namespace of its own, where it may send signals.
+        isolated: True if the program has its own process namespace, where it may send signals.
     """
     if machine not in _ARCHITECTURES:
         return None

@@ -1,4 +1,4 @@
-"""Trains what the arguments of `train.py` name, or the demo."""
+"""Training with the arguments of `train.py`, or of the demo."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ _DEMO = (
 
 
 def run(arguments: Arguments) -> "GRPOTrainer":
-    """Trains the named model on the named data, saves it, and pushes it to the hub if asked to."""
+    """Train the named model on the named data, save it, and push it to the Hub if requested."""
     script, training = arguments.script, arguments.training
     dataset = load_data(arguments)
     trainer = build_trainer(
@@ -48,7 +48,7 @@ def run(arguments: Arguments) -> "GRPOTrainer":
 
 
 def run_demo(arguments: Arguments) -> "GRPOTrainer":
-    """Trains the demo model on two-digit addition and prints on rank 0 in one line what came of it."""
+    """Train the demo model on two-digit addition, and print one line with the result on rank 0."""
     training = arguments.training
     _log.info(_DEMO, training.max_steps)
     trainer = build_trainer(
@@ -69,7 +69,7 @@ def run_demo(arguments: Arguments) -> "GRPOTrainer":
 
 
 def train(trainer: "GRPOTrainer", arguments: Arguments) -> None:
-    """Train, and make the run's page anew meanwhile if that is asked for."""
+    """Train; with `report_every_s`, renew the run's page meanwhile."""
     training, every_s = arguments.training, arguments.script.report_every_s
     if not every_s or not trainer.is_world_process_zero():
         trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
@@ -84,7 +84,8 @@ def train(trainer: "GRPOTrainer", arguments: Arguments) -> None:
 
 
 def build_trainer(arguments: Arguments, **kwargs: Any) -> "GRPOTrainer":
-    """A `GRPOTrainer` from the parsed arguments; `kwargs` are its `model`, `reward_funcs`, data sets and the like."""
+    """Build a `GRPOTrainer` from the parsed arguments; `kwargs` are its `model`, `reward_funcs`, data sets and the
+    like."""
     with importing():
         from grpo.trainer import GRPOTrainer
 
@@ -105,10 +106,10 @@ def build_trainer(arguments: Arguments, **kwargs: Any) -> "GRPOTrainer":
 
 
 def demo_summary(log_history: Sequence[Mapping[str, Any]], first_step: int = 0) -> str:
-    """One line: reward of the first 10 and the last 20 steps, steps and seconds.
+    """Summarize in one line: reward of the first 10 and the last 20 steps, steps and seconds.
 
     Args:
-        first_step: steps that earlier attempts have done; seconds are counted from there.
+        first_step: steps of earlier attempts; seconds are counted from there.
     """
     logs = [log for log in log_history if log.get("reward") is not None]
     totals = next(log for log in reversed(log_history) if "train_runtime" in log)

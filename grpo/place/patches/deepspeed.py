@@ -1,4 +1,4 @@
-"""DeepSpeed's."""
+"""Patches of DeepSpeed."""
 
 from grpo.place.patches.patch import Patch
 
@@ -12,5 +12,5 @@ SHARED_MEMORY_OP = Patch(
 
 
 def leave_out_shared_memory_op() -> None:
-    """Have DeepSpeed not compile its op for collectives in shared memory."""
+    """Keep DeepSpeed from compiling its op for collectives in shared memory."""
     SHARED_MEMORY_OP.apply(lambda _: False)

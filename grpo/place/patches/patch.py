@@ -1,4 +1,4 @@
-"""`Patch`: a name of another library that gets another value, and why."""
+"""`Patch`: replaces a name of another library, and documents why."""
 
 import inspect
 import pkgutil
@@ -10,36 +10,36 @@ from dataclasses import dataclass
 from typing import Any
 
 _given: dict[str, Any] = {}
-"""What a symbol holds since it was patched."""
+"""Current value of each patched symbol."""
 
 
 class PatchError(RuntimeError):
-    """What is to be patched does not look as expected."""
+    """The symbol to patch does not look as expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """One symbol. Looked at before it is changed; a second patch of the same symbol has no effect."""
+    """Replacement of one symbol. The symbol is checked before it is changed; patching it twice has no effect."""
 
     symbol: str
-    """Module, then class or mapping, then name, with dots."""
+    """Dotted path: module, then class or mapping, then name."""
     looks: str
-    """A signature without annotations, where `...` stands for all further parameters; of a value, names of types;
-    `nothing` where there is no such name."""
+    """Expected signature without annotations, where `...` stands for all further parameters; for a value, names of
+    types; `nothing` if the name must not exist."""
     contains: tuple[str, ...] = ()
-    """Parts of the function's source that the patch builds on."""
+    """Parts of the function's source the patch relies on."""
     tested: str
-    """The library and its version."""
+    """Library and version it was tested with."""
     symptom: str
-    """What goes wrong without it."""
+    """Problem without the patch."""
     upstream: str = "none found"
-    """A link to the report of it."""
+    """Link to the upstream report."""
 
     def apply(self, make: Callable[[Any], Any]) -> None:
-        """Put `make(original)` in the symbol's place, for good.
+        """Replace the symbol by `make(original)`, permanently.
 
         Raises:
-            PatchError: names the symbol, and the library's version.
+            PatchError: the symbol does not look as expected. Names the symbol and the library's version.
         """
         owner, name, held = self._find()
         if self.symbol in _given and _given[self.symbol] is held:
@@ -51,7 +51,7 @@ class Patch:
 
     @contextmanager
     def applied(self, make: Callable[[Any], Any]) -> Iterator[None]:
-        """As `apply`, until the end of the block. Raises PatchError."""
+        """Apply the patch within a `with` block. Raises PatchError."""
         owner, name, before = self._find()
         others = _given.get(self.symbol)
         self.apply(make)
@@ -62,7 +62,7 @@ class Patch:
             _given[self.symbol] = others
 
     def _find(self) -> tuple[Any, str, Any]:
-        """Who holds the symbol, under which name, and what is there."""
+        """Return the symbol's owner, its name there and its value."""
         place, _, name = self.symbol.rpartition(".")
         try:
             owner = pkgutil.resolve_name(place)
@@ -106,14 +106,14 @@ class Patch:
 
 
 def signature(function: Any) -> str:
-    """Of a function, without annotations."""
+    """Return a function's signature without annotations."""
     found = inspect.signature(function)
     bare = [each.replace(annotation=inspect.Parameter.empty) for each in found.parameters.values()]
     return str(found.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 
 
 def fits(found: str, looks: str) -> bool:
-    """Whether a signature is the expected one, in which `...` stands for all further parameters."""
+    """True if a signature matches the expected one, in which `...` stands for all further parameters."""
     return found.startswith(looks[: -len("...)")].rstrip(", ")) if looks.endswith("...)") else found == looks
 
 

@@ -1,4 +1,4 @@
-"""Python's own."""
+"""Patches of Python's standard library."""
 
 import contextlib
 import functools
@@ -50,8 +50,8 @@ SYS = Patch(symbol="sys.__class__", looks="type", tested=PYTHON, symptom=_SHARED
 START = Patch(symbol="threading.Thread.start", looks="(self, ...)", tested=PYTHON, symptom=_SHARED)
 
 SIGNALS: dict[str, Any] = {name: getattr(vars(signal)["_signal"], name) for name in ("signal", "alarm", "setitimer")}
-"""By name, the functions in C: `signal.signal` calls the first, `from signal import alarm` holds the second itself.
-Another thread than the main one cannot call them, and code often hides that it tried."""
+"""C functions by name: `signal.signal` calls the first; `from signal import alarm` yields the second itself. Only the
+main thread may call them, and code often hides that it tried."""
 
 
 def reading_packages_once() -> contextlib.AbstractContextManager[None]:
@@ -67,32 +67,34 @@ def temporary_files_in(folder: str) -> contextlib.AbstractContextManager[None]:
 
 
 def name_shared_memory(folder_name: str) -> None:
-    """Whatever `multiprocessing` makes in /dev/shm, here and in processes forked from here, begins with this name."""
+    """Prefix everything `multiprocessing` creates in /dev/shm, here and in forked processes, with this name."""
     SEGMENTS.apply(lambda _: f"/{folder_name}-")
     SEGMENTS_LENGTH.apply(lambda _: len(f"/{folder_name}-") + 8)
     SEMAPHORES.apply(lambda _: f"/{folder_name}")
 
 
 def class_of_sys(given: type[ModuleType]) -> contextlib.AbstractContextManager[None]:
-    """`sys` is of this class in here: its properties stand before what the module holds."""
+    """Replace the class of `sys` in a `with` block: properties of the class take precedence over the module's
+    attributes."""
     return SYS.applied(lambda _: given)
 
 
 def threads_of_calls(
     following: Callable[[Callable[..., None]], Callable[..., None]],
 ) -> contextlib.AbstractContextManager[None]:
-    """`following(start)` starts the threads that are started in here."""
+    """Start threads by `following(start)` in a `with` block."""
     return START.applied(following)
 
 
 def put_stream(name: str, stream: Any) -> None:
-    """`print`, and what else is written in C, finds `sys.stdout` or `sys.stderr` here, past the class of `sys`."""
+    """Set `sys.stdout` or `sys.stderr` in the module's dict: C code such as `print` finds it there, past the class of
+    `sys`."""
     vars(sys)[name] = stream
 
 
 @contextlib.contextmanager
 def signals_given(stand_ins: Mapping[str, Any]) -> Iterator[None]:
-    """Modules that hold one of `SIGNALS`, under whatever name, hold the one of `stand_ins` in here."""
+    """Replace `SIGNALS` by `stand_ins` in a `with` block, in all modules with one of them, under any name."""
     held = [place for place in _places_of_signals(len(sys.modules)) if place[0].get(place[1]) is SIGNALS[place[2]]]
     for namespace, name, signal_name in held:
         namespace[name] = stand_ins[signal_name]
@@ -106,7 +108,7 @@ def signals_given(stand_ins: Mapping[str, Any]) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def _places_of_signals(num_modules: int) -> list[tuple[dict[str, Any], str, str]]:
-    """Namespaces of modules, the name there, and the one in `SIGNALS`. 30 ms, so only where modules have come."""
+    """List (namespace, name there, name in `SIGNALS`). Takes 30 ms, so it is cached by the number of modules."""
     names = {id(function): name for name, function in SIGNALS.items()}
     namespaces = [vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
     return [

@@ -1,4 +1,4 @@
-"""torch's."""
+"""Patches of torch."""
 
 import contextlib
 import functools
@@ -58,7 +58,7 @@ BOUND_DEVICE = Patch(
 
 
 def loading_weights_only() -> contextlib.AbstractContextManager[None]:
-    """Every `torch.load` in here is with `weights_only=True`."""
+    """Force `weights_only=True` on every `torch.load` in a `with` block."""
 
     def make(load: Any) -> Any:
         return functools.wraps(load)(lambda *args, **kwargs: load(*args, **{**kwargs, "weights_only": True}))
@@ -67,7 +67,7 @@ def loading_weights_only() -> contextlib.AbstractContextManager[None]:
 
 
 def compiling_later() -> contextlib.AbstractContextManager[None]:
-    """What `torch.compile` decorates in here is compiled when it is first called."""
+    """Defer `torch.compile` of functions decorated in a `with` block until their first call."""
 
     def make(compile_now: Any) -> Any:
         def compile_later(function: Any) -> Any:
@@ -80,7 +80,7 @@ def compiling_later() -> contextlib.AbstractContextManager[None]:
 
 
 def write_libraries_whole() -> None:
-    """Let inductor, in this process and in those forked from it, put a library in place when it is written whole."""
+    """Let inductor write libraries atomically, in this process and in forked ones."""
 
     def make(compile_in_place: Any) -> Any:
         @functools.wraps(compile_in_place)
@@ -100,16 +100,16 @@ def write_libraries_whole() -> None:
 
 
 def keep_headers(folder: Path) -> None:
-    """Let inductor, in this process and in those forked from it, keep compiled headers in this folder."""
+    """Let inductor keep compiled headers in this folder, in this process and in forked ones."""
     HEADERS.apply(lambda _: str(folder))
     HEADER_LOCKS.apply(lambda _: str(folder / "locks"))
 
 
 def compile_nothing() -> None:
-    """`torch.compile` has no effect from now on, in this process and in those forked from it."""
+    """Disable `torch.compile` from now on, in this process and in forked ones."""
     DYNAMO.apply(lambda _: True)
 
 
 def unbound_default_group() -> contextlib.AbstractContextManager[None]:
-    """The default group is bound to no device in here, so that groups can be made that are not NCCL's."""
+    """Unbind the default group from its device in a `with` block, to allow new groups of other backends than NCCL."""
     return BOUND_DEVICE.applied(lambda _: None)

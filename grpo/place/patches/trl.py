@@ -1,4 +1,4 @@
-"""TRL's."""
+"""Patches of TRL."""
 
 import contextlib
 import functools
@@ -41,12 +41,12 @@ SAMPLE_PRINTER = Patch(
 
 
 def without_vllm() -> contextlib.AbstractContextManager[None]:
-    """Modules of TRL's that are imported in here take vLLM for missing."""
+    """Hide vLLM from TRL's modules imported in a `with` block."""
     return IS_VLLM_AVAILABLE.applied(lambda check: functools.wraps(check)(lambda *args, **kwargs: False))
 
 
 def load_vllm_late() -> None:
-    """After an import `without_vllm`: TRL's generators get their vLLM before the first of them is made."""
+    """Let TRL's generators import vLLM when the first of them is made; for TRL imported `without_vllm`."""
 
     def make(build: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(build)
@@ -63,5 +63,5 @@ def load_vllm_late() -> None:
 
 @functools.cache
 def _load_vllm() -> None:
-    for name in MODULES:  # into the same namespaces, where what is already defined looks its names up
+    for name in MODULES:  # reloads into the same namespaces, where existing functions look names up
         importlib.reload(sys.modules[name])

@@ -1,4 +1,4 @@
-"""vLLM's, in an engine host; its processes come out of it by fork."""
+"""Patches of vLLM, applied in an engine host and inherited by its forked processes."""
 
 import functools
 import time
@@ -57,11 +57,11 @@ SAMPLE = Patch(
 def report_processes(
     reporting: Callable[[Callable[..., None], str], Callable[..., None]], on_failure: Callable[[Exception], None]
 ) -> None:
-    """Have vLLM's processes say that they fail.
+    """Let vLLM's processes report their failures.
 
     Args:
-        reporting: wraps the whole work of a process, which has a name.
-        on_failure: called in a worker, with what it answers.
+        reporting: wraps the main function of a process, given the process's name.
+        on_failure: called in a worker with the exception it answers.
     """
 
     def make(answer: Any) -> Any:
@@ -79,10 +79,10 @@ def report_processes(
 
 
 def report_steps(on_end: Callable[[float], None]) -> None:
-    """Have EngineCore say when a step ends.
+    """Let EngineCore report the end of each step.
 
     Args:
-        on_end: called in its process, with the seconds that the step took; not where nothing could be scheduled.
+        on_end: called in EngineCore's process with the step's seconds; not for steps without scheduled requests.
     """
 
     def make(process_step: Any) -> Any:
@@ -99,10 +99,10 @@ def report_steps(on_end: Callable[[float], None]) -> None:
 
 
 def set_no_generator_back() -> None:
-    """Let prompts that are computed in several parts be sampled with a seed on CPUs.
+    """Allow chunked prompts to be sampled with a seed on CPUs.
 
-    vLLM samples behind each part, throws that away, and sets the request's generator back, which no generator on a CPU
-    can be: it is not used before the prompt is whole.
+    vLLM samples after each chunk, discards the token, and sets the request's generator back; CPU generators cannot be
+    set back. The patch does not use the generator before the prompt is complete.
     """
 
     def make(sample_tokens: Any) -> Any:
@@ -122,5 +122,5 @@ def set_no_generator_back() -> None:
 
 
 def spin_for(seconds: float) -> None:
-    """An idle process looks for messages without a pause for so long after the last one."""
+    """Set the seconds an idle process polls for messages without a pause after the last one."""
     SPIN.apply(lambda init: functools.partialmethod(init, busy_loop_s=seconds))

@@ -1,4 +1,4 @@
-"""When the GPU did what, without waiting for it: CUDA events around each phase, which are read a step later."""
+"""Timing of GPU work without waiting for it: CUDA events around each phase, read a step later."""
 
 import contextlib
 import threading
@@ -12,7 +12,7 @@ import torch
 
 from grpo.record.timeline.recorder import Recorder
 
-ANCHOR_EVERY_S = 60.0  # a GPU's clock and ours drift apart by microseconds in that time
+ANCHOR_EVERY_S = 60.0  # the clocks of GPU and host drift apart by microseconds in that time
 _POLL_S = 0.0005
 _MAX_PENDING = 4096
 
@@ -28,29 +28,29 @@ class _Measured:
 
 @dataclass(slots=True, kw_only=True)
 class _Anchor:
-    """An event of which we know when the GPU came to it."""
+    """A CUDA event with a known time on the host."""
 
     event: Any
     order: int
-    """How many phases were queued before it."""
+    """Number of phases queued before it."""
     seen_s: float
-    """By `time.monotonic`."""
+    """Time of the event by `time.monotonic`."""
 
     def moment(self, event: Any, *, is_later: bool) -> float:
-        """When the GPU came to `event`, by `time.monotonic`. CUDA counts from the earlier one of two events."""
+        """Time of `event` by `time.monotonic`. CUDA measures from the earlier of two events."""
         if is_later:
             return self.seen_s + self.event.elapsed_time(event) / 1000
         return self.seen_s - event.elapsed_time(self.event) / 1000
 
 
 class Phases:
-    """Spans of what a rank has its GPU do; on CPUs, where a call returns when it is done, of the calls.
+    """Spans of a rank's GPU work; on CPUs, where calls are synchronous, of the calls.
 
-    `measured` and `settle` are the main thread's. No call waits for the GPU: a thread polls one event a minute, from
-    which the times of all others are counted.
+    The main thread calls `measured` and `settle`. No call waits for the GPU: a thread polls one event per minute, and
+    all other times are relative to it.
 
     Args:
-        on_gpu: whether this rank trains on one.
+        on_gpu: this rank trains on a GPU.
     """
 
     def __init__(self, timeline: Recorder, *, on_gpu: bool) -> None:
@@ -63,7 +63,7 @@ class Phases:
 
     @contextlib.contextmanager
     def measured(self, phase: str) -> Iterator[None]:
-        """Around the calls that queue a phase."""
+        """Measure the calls that queue a phase, in a `with` block."""
         if not self._on_gpu:
             with self._timeline.span(phase):
                 yield
@@ -78,7 +78,7 @@ class Phases:
             self._queued += 1
 
     def settle(self) -> None:
-        """At the end of a step: tell of the phases that the GPU has come to the end of."""
+        """Record the phases the GPU has finished; called at the end of a step."""
         if not self._on_gpu:
             return
         anchor = self._anchor
@@ -94,7 +94,7 @@ class Phases:
             threading.Thread(target=self._await, args=[event, self._queued], name="grpo-anchor", daemon=True).start()
 
     def _await(self, event: Any, order: int) -> None:
-        with contextlib.suppress(RuntimeError):  # the GPU is lost: the main thread hears of it
+        with contextlib.suppress(RuntimeError):  # the GPU is lost: the main thread gets the error
             while not event.query():
                 time.sleep(_POLL_S)
             self._anchor = _Anchor(event=event, order=order, seen_s=time.monotonic())

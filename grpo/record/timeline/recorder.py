@@ -1,4 +1,4 @@
-"""Writes a node's timeline while the job runs, and costs it next to nothing: lines go to a thread that writes them."""
+"""Writer of a node's timeline during the job; lines are written by a thread, at little cost."""
 
 import atexit
 import contextlib
@@ -17,30 +17,30 @@ from grpo.record.timeline.records import AttemptLine, Line, Span, Usage, to_line
 _log = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
-MAX_BYTES = 64 * 2**20  # with the usage of 8 GPUs every 5 s two to three days
-LEAST_S = 1e-4  # shorter spans are nothing: a wait for what is there
+MAX_BYTES = 64 * 2**20  # two to three days, with the usage of 8 GPUs every 5 s
+LEAST_S = 1e-4  # shorter spans are dropped: waits for something that is ready
 _JOIN_S = 5.0
 
 
 class Recorder:
-    """Everything of one node in one attempt. Any thread may record; nothing that goes wrong here stops the job.
+    """Timeline of one node in one attempt. Any thread may record; errors here do not stop the job.
 
-    On ranks that keep no timeline, and before there is one, it has no path, and drops what it is reported.
+    On ranks without a timeline, and before it is opened, it has no path and drops records.
 
     Args:
-        path: is appended to, and made if need be; beyond `MAX_BYTES` every second step and sample of usage of its older
-            half goes.
-        attempt: the first line of this attempt; its clock offset is taken out of every time.
+        path: file to append to, created if missing. Beyond `MAX_BYTES`, every second step and usage sample of its older
+            half is dropped.
+        attempt: first line of this attempt; its clock offset is subtracted from every time.
     """
 
     def __init__(self, path: Path | None = None, attempt: AttemptLine | None = None) -> None:
         self.step = 0
-        """Optimizer steps that are done; whoever trains keeps it true."""
+        """Finished optimizer steps; kept up to date by the training code."""
         self._attempt = attempt
         offset_s = 0.0 if attempt is None else attempt.clock_offset_s
         self._zero = time.time() - time.monotonic() - offset_s
         self._lines: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
-        self._last_end_s = 0.0  # of the newest span on our own lane, by time.monotonic
+        self._last_end_s = 0.0  # end of the newest span on our own lane, by time.monotonic
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if path is not None and attempt is not None:
@@ -54,17 +54,17 @@ class Recorder:
         return self._thread is not None
 
     def at(self, monotonic_s: float) -> float:
-        """The time of a moment by `time.monotonic`, on node 0's clock."""
+        """Convert a time by `time.monotonic` to node 0's clock."""
         return self._zero + monotonic_s
 
-    # -- recording ------------------------------------------------------------------------------------------------
+    # -- recording ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def span(self, phase: str, lane: str = "", **more: Any) -> Iterator[None]:
-        """Around what takes the time, whether it ends well or not.
+        """Record a `with` block as a span, even if it raises.
 
         Args:
-            lane: the local main's own, unless said.
+            lane: default: the local main's own.
             more: further fields of the `Span`.
         """
         begin, step = time.monotonic(), self.step
@@ -75,7 +75,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def rest(self, phase: str) -> Iterator[None]:
-        """Around what records spans on our own lane: what comes after the last of them is one, too."""
+        """Record the time after the last own-lane span in a `with` block as one more span."""
         self._last_end_s = time.monotonic()
         try:
             yield
@@ -85,7 +85,7 @@ class Recorder:
     def add(
         self, phase: str, begin_s: float, end_s: float, lane: str = "", *, step: int | None = None, **more: Any
     ) -> None:
-        """A span between two moments by `time.monotonic`."""
+        """Record a span between two times by `time.monotonic`."""
         if self._thread is None or self._attempt is None or end_s - begin_s < LEAST_S:
             return
         if not lane:
@@ -103,12 +103,12 @@ class Recorder:
         )
 
     def put(self, record: Line) -> None:
-        """Any line, with times that are right already."""
+        """Record a line with times already on node 0's clock."""
         if self._thread is not None:
             self._lines.put(record)
 
     def close(self) -> None:
-        """Write what is left. Safe to call twice."""
+        """Write the remaining lines. Safe to call twice."""
         thread, self._thread = self._thread, None
         if thread is not None:
             atexit.unregister(self.close)
@@ -123,20 +123,20 @@ class Recorder:
             path.parent.mkdir(parents=True, exist_ok=True)
             is_open = True
             while is_open:
-                lines = [self._lines.get()]  # sleeps while there is nothing
+                lines = [self._lines.get()]  # blocks until there is a line
                 if lines[0] is not None:
-                    self._closing.wait(FLUSH_S)  # for what follows: one write for all of it
+                    self._closing.wait(FLUSH_S)  # collect more lines for one write
                 while not self._lines.empty():
                     lines.append(self._lines.get())
                 is_open = None not in lines
                 _append(path, "".join(f"{to_line(line)}\n" for line in lines if line is not None))
-        except Exception as error:  # noqa: BLE001  thread boundary: reported, and the job goes on without
+        except Exception as error:  # noqa: BLE001  thread boundary: logged, and the job goes on without
             _log.warning("%s is not written any more: %s", path, error, extra=EVERY_RANK)
             self._thread = None
 
 
 def _append(path: Path, text: str) -> None:
-    # In one piece, behind whatever a killed writer has cut off: who reads meanwhile sees whole lines.
+    # One write, after any line cut off by a killed writer: concurrent readers see whole lines.
     with path.open("a+b") as file:
         file.seek(max(0, file.tell() - 1))
         cut_off = file.read() not in (b"", b"\n")
@@ -147,8 +147,8 @@ def _append(path: Path, text: str) -> None:
 
 
 def thin_out(path: Path) -> None:
-    """Drop of the older half all spans of every second step, all devices of every second sample of usage, and no
-    `AttemptLine`; a second time it has fewer to drop."""
+    """Thin out the older half: drop the spans of every second step, and every second usage sample of all devices. Keeps
+    every `AttemptLine`; repeated calls drop less."""
     lines = path.read_bytes().splitlines(keepends=True)
     half = len(lines) // 2
     numbers: dict[str, dict[Any, int]] = {Span.kind: {}, Usage.kind: {}}

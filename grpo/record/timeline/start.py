@@ -1,4 +1,4 @@
-"""Opens a node's timeline: who is here, and how its clock differs from node 0's."""
+"""Start of a node's timeline: its ranks and engines, and its clock offset to node 0."""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ _READINGS = 5
 def open_timeline(
     output_dir: Path, topology: NodeTopology, groups: NodeGroups, watch: FailureWatch, *, attempt: int
 ) -> Recorder:
-    """A recorder that writes, on a local main; on other ranks one that does not. Collective over the job."""
+    """Return a recorder that writes on a local main, and drops records on other ranks. Collective over the job."""
     offset_s = clock_offset_s(groups, watch)
     if not topology.is_local_main:
         return Recorder()
@@ -34,9 +34,9 @@ def open_timeline(
 
 
 def clock_offset_s(groups: NodeGroups, watch: FailureWatch) -> float:
-    """This node's clock minus node 0's: all read theirs when they come out of the same collective. Collective.
+    """Measure this node's clock minus node 0's: all read their clocks after the same collective. Collective.
 
-    The median of a few readings: what one rank comes out later, milliseconds at most, is the error.
+    Median of a few readings; the error is the delay of a rank leaving the collective, milliseconds at most.
     """
     topology, readings = groups.topology, []
     for _ in range(_READINGS):

@@ -1,8 +1,7 @@
-"""What a node's devices do, by a thread beside training: a `Usage` for each every few seconds.
+"""Usage of a node's devices, sampled by a thread during training: a `Usage` of each every few seconds.
 
-It cannot disturb training: it opens no CUDA context, waits for nobody, and says what fails instead of raising it. A
-sample of 8 GPUs and the node costs 0.2 ms of Python (`python -m tests.support.nvml_stand_in`; NVML's own time comes
-on top).
+It cannot disturb training: it opens no CUDA context, waits for nothing, and logs errors instead of raising them. A
+sample of 8 GPUs and the node costs 0.2 ms of Python (`python -m tests.support.nvml_stand_in`), plus NVML's own time.
 """
 
 import contextlib
@@ -25,24 +24,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFigures:
-    """What a GPU says of itself; None for what it does not say (slices of a GPU have no utilisation, say)."""
+    """Readings of a GPU; None for unknown ones (slices of a GPU, for example, have no utilisation)."""
 
     busy: float | None
-    """Share of the driver's own last sampling period, of up to a second, in which anything ran."""
+    """Share of the driver's last sampling period, up to a second, in which anything ran."""
     memory_bytes: int | None
     memory_total_bytes: int | None
     power_w: float | None
 
 
 class Gpus:
-    """GPUs by the names that the job has for them (`grpo.place.devices`). For one thread.
+    """GPUs by their names in the job (`grpo.place.devices`). For one thread.
 
-    A name that is a number is NVML's own number of the GPU: so does torch take it (2.13, `_get_nvml_device_index`). It
-    holds where CUDA numbers as NVML does, by the bus; CUDA puts the fastest first where GPUs differ.
+    A numeric name is taken for NVML's index, as torch does (2.13, `_get_nvml_device_index`). That holds if CUDA numbers
+    GPUs by bus as NVML does; by default CUDA puts the fastest first if GPUs differ.
 
     Args:
         nvml: the module `pynvml`, initialised.
-        say: hears once of each thing that is wrong; what is wrong with one GPU leaves the others.
+        say: called once per kind of error; an error of one GPU does not affect the others.
     """
 
     def __init__(self, names: Sequence[str], nvml: types.ModuleType, say: Callable[[str], None]) -> None:
@@ -74,7 +73,7 @@ class Gpus:
             )
 
     def read(self) -> dict[str, GpuFigures]:
-        """By name; without those of which nothing is known."""
+        """Read all GPUs, by name; GPUs without any reading are left out."""
         return {name: figures for name, handle in self._handles.items() if (figures := self._read(name, handle))}
 
     def _read(self, name: str, handle: Any) -> GpuFigures | None:
@@ -105,7 +104,7 @@ class Gpus:
 
 
 def find_gpus(names: Sequence[str], say: Callable[[str], None]) -> Gpus | None:
-    """`Gpus`; None where there is no NVML, which `say` hears."""
+    """Make `Gpus`; None without NVML, reported to `say`."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:
@@ -122,21 +121,21 @@ def find_gpus(names: Sequence[str], say: Callable[[str], None]) -> Gpus | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFigures:
     busy: float | None
-    """Processor seconds for each second since the reading before, of processes that were there; None in the first."""
+    """Processor seconds per second since the last reading, of processes present then; None in the first."""
     memory_bytes: int
-    """Resident; what processes share counts in each."""
+    """Resident memory; shared memory counts in each process."""
 
 
 class Processes:
-    """Reads trees of processes by name, and remembers the processes of the last reading. For one thread."""
+    """Reads process trees by name, and remembers the processes of the last reading. For one thread."""
 
     def __init__(self) -> None:
         self._known: dict[psutil.Process, psutil.Process] = {}
 
     def read(self, pids: Mapping[str, int]) -> dict[str, ProcessFigures]:
-        """By name, with all processes below those named, but for those below another one that is named.
+        """Read each named process with its descendants, except those below another named process.
 
-        A process that ends in between is left out: from the next reading on, or from this one.
+        A process that ends in between is left out of this reading or of the next ones.
         """
         trees = {name: tree for name, pid in pids.items() if (tree := _tree(pid))}
         figures = {}
@@ -155,7 +154,7 @@ class Processes:
         percents, memory_bytes = [], 0
         for process in tree:
             try:
-                percents.append(process.cpu_percent())  # since it was asked last, by this object; at first 0
+                percents.append(process.cpu_percent())  # since this object's last call; 0 at first
                 memory_bytes += process.memory_info().rss
             except psutil.Error:
                 if process is tree[0]:
@@ -164,7 +163,7 @@ class Processes:
 
 
 def _tree(pid: int) -> list[psutil.Process]:
-    """A process and all below it; empty when it is gone."""
+    """Return a process and its descendants; [] if it is gone."""
     try:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
@@ -172,32 +171,32 @@ def _tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-CLOSE_S = 2.0  # for a sample that is under way
+CLOSE_S = 2.0  # for a sample in progress
 NODE = "node"
 
 
 @dataclass(eq=False)
 class UsageSampler:
-    """A daemon thread on a node's local main."""
+    """Sampling thread, a daemon on a node's local main."""
 
     _: KW_ONLY
     attempt: int
-    """Of the records."""
+    """Attempt of the records."""
     devices: Sequence[str]
-    """The node's GPUs by the names that the job has for them; empty on CPUs."""
+    """GPUs of the node by their names in the job; empty on CPUs."""
     processes: Callable[[], Mapping[str, int]]
-    """The pids behind "rank 8", "engine 0"; asked before each sample, for they may change, where there are no GPUs
-    or NVML says nothing of them. Their children count with them."""
+    """Returns the pids of "rank 8", "engine 0". Called before each sample, since they may change, if there are no GPUs
+    or NVML has no figures for them. Child processes are included."""
     put: Callable[[Usage], None]
-    """Is given each record, from the thread."""
+    """Called with each record, from the thread."""
     interval_s: float
-    """0: no thread."""
+    """Seconds between samples. 0: no thread."""
     own_device: str | None = None
-    """The one of `devices` on which this process trains, of which torch's allocator is asked too."""
+    """Device of this process, among `devices`; torch's allocator is read too."""
     clock: Callable[[], float] = time.time
-    """Unix seconds on node 0's clock."""
+    """Clock with Unix seconds on node 0's clock."""
     say: Callable[[str], None] = lambda line: None
-    """Hears of what fails, once."""
+    """Called once per kind of error."""
 
     def __post_init__(self) -> None:
         self._devices = tuple(self.devices)
@@ -212,7 +211,7 @@ class UsageSampler:
             self._thread.start()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """End the thread; one that hangs (in the driver, say) is left behind. Safe to call twice."""
+        """End the thread; one that hangs (in the driver, for example) is abandoned. Safe to call twice."""
         self._is_over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
@@ -222,7 +221,7 @@ class UsageSampler:
             try:
                 for record in self.sample():
                     self.put(record)
-            except Exception as error:  # noqa: BLE001  of a thread that training does not depend on
+            except Exception as error:  # noqa: BLE001  training does not depend on this thread
                 if not self._has_reported:
                     self._has_reported = True
                     self.say(f"WARNING: no figures of what devices use: {type(error).__name__}: {error}")
@@ -230,7 +229,7 @@ class UsageSampler:
                 return
 
     def sample(self) -> Iterator[Usage]:
-        """What is used now; busy since the call before. From one thread."""
+        """Sample the current usage; busy since the last call. From one thread."""
         now = self.clock()
         yield self._node(now)
         if self._devices and self._is_first:
@@ -255,7 +254,7 @@ class UsageSampler:
 
     def _node(self, now: float) -> Usage:
         memory = psutil.virtual_memory()
-        percent = psutil.cpu_percent(interval=None)  # since this thread's call before; of its first it says 0
+        percent = psutil.cpu_percent(interval=None)  # since this thread's last call; 0 at first
         busy = None if self._is_first else percent / 100 * (psutil.cpu_count() or 1)
         return Usage(
             attempt=self.attempt,
@@ -268,9 +267,9 @@ class UsageSampler:
 
     @staticmethod
     def _of_torch(index: int) -> tuple[int | None, int | None]:
-        """What torch has allocated and reserved on its GPU `index`; None before it has opened CUDA itself.
+        """Bytes torch has allocated and reserved on its GPU `index`; None before the process has initialised CUDA.
 
-        A thread's own current device would be 0, so that the index is asked for.
+        Takes the index because this thread's current device would be 0.
         """
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():

@@ -1,1 +1,1 @@
-"""A door for agents: programs with a loop of their own, which ask the node's engines in OpenAI's protocol."""
+"""Agents: programs with a loop of their own, which query the node's engines by OpenAI's protocol."""

@@ -1,4 +1,4 @@
-"""An agent that is a command: a process of its own for each row, which finds its door in its environment."""
+"""An agent given as a command: one process per row, with its endpoint in environment variables."""
 
 import json
 import os
@@ -19,21 +19,22 @@ from grpo.faults.users_code import Worker
 from grpo.place.timeouts import USUAL, Timeouts
 from grpo.rollout.agents.door import Door
 
-STDOUT_BYTES = 1 << 20  # of which the last line is read
+STDOUT_BYTES = 1 << 20  # the last line of it is read
 
 
 class AgentFailed(RuntimeError):
-    """A command that ended in another way than it should."""
+    """The command ended with an error."""
 
 
 class AgentProcess:
-    """One run of a command, in a session and with a folder for temporary files of its own.
+    """One run of a command, in its own session and with its own temporary folder.
 
     Args:
-        argv: what to run, in the working directory of the rank.
-        row: the columns of the data set, given as JSON on standard input.
-        log: where its standard error goes.
-        covers, uncovers: hand a folder to remove and a session to end to the sentinel, which outlives this process.
+        argv: command, run in the working directory of the rank.
+        row: columns of the data set, passed as JSON on standard input.
+        log: file for its standard error.
+        covers, uncovers: register a folder to remove and a session to end with the sentinel, which outlives this
+            process.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class AgentProcess:
             "OPENAI_API_KEY": door.key,
             "OPENAI_MODEL": door.model,
             "TMPDIR": str(self._folder),
-            "CUDA_VISIBLE_DEVICES": "",  # they are the trainer's and the engines'
+            "CUDA_VISIBLE_DEVICES": "",  # for the trainer and the engines only
             "PYTHONUNBUFFERED": "1",
         }
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  a pipe would wait for whatever the command leaves behind
+        # Not a pipe, which would wait for any process left behind by the command.
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             with tempfile.TemporaryFile() as given, log.open("ab") as errors:
                 given.write(json.dumps(row, default=str).encode())
@@ -76,16 +78,16 @@ class AgentProcess:
         self._close = weakref.finalize(self, _close, process, self._folder)  # at the interpreter's exit, too
 
     def start(self) -> "Future[dict[str, Any]]":
-        """The columns that it says in its last line, when it has ended; nothing of its session is left then.
+        """Wait for the command; the future has the columns in its last line. Nothing of its session is left then.
 
         Raises:
-            AgentFailed: it ends with another status than 0, or its last line is no JSON object.
+            AgentFailed: its exit status is not 0, or its last line is not a JSON object.
         """
         self._done = Worker("grpo-agent").run(self._wait)
         return self._done
 
     def end(self) -> None:
-        """Ask it to end, and see to it. Returns at once."""
+        """End the command, by SIGKILL if necessary. Returns at once."""
         Worker("grpo-agent").run(self._end)
 
     def _wait(self) -> dict[str, Any]:
@@ -106,12 +108,12 @@ class AgentProcess:
             with self._reaping:
                 if self._process.returncode is not None:
                     return
-                os.kill(self._process.pid, number)  # it is not reaped: the number is still its own
+                os.kill(self._process.pid, number)  # not reaped yet: the pid is still its own
             wait([self._done], self._end_s)
 
 
 def columns_of(said: bytes, status: int) -> dict[str, Any]:
-    """The last line of what a command has written, which is a JSON object; nothing where it has written nothing."""
+    """Parse the last line of a command's output, a JSON object; {} without output."""
     if status:
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         raise AgentFailed(f"it ended {how}; its standard error is in logs/")
@@ -128,6 +130,6 @@ def columns_of(said: bytes, status: int) -> dict[str, Any]:
 
 
 def _close(process: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """The end of its session, whose number is taken until its leader is reaped."""
+    """End the session, whose id cannot be reused until its leader is reaped."""
     end_session(process.pid, folder)
     process.wait()

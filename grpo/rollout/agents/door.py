@@ -1,7 +1,7 @@
-"""Where agents ask: an HTTP server on this rank, for OpenAI's clients and for those that speak token ids.
+"""HTTP server for agents on this rank, for OpenAI's clients and for clients with token ids.
 
-Hostile input does not slow down other agents: a request without the key is refused before its body is read, a body has
-a size and a deadline, and no request waits for another one.
+Bad input does not slow down other agents: a request without a key is refused before its body is read, a body has a size
+limit and a deadline, and no request waits for another one.
 """
 
 import asyncio
@@ -48,22 +48,22 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """What an agent is given to ask the engines with.
+    """Endpoint of an agent for queries to the engines.
 
     client = AsyncOpenAI(base_url=door.url, api_key=door.key)
     """
 
     url: str
-    """`http://HOST:PORT/ROW/v1`, the base URL of OpenAI's clients."""
+    """Base URL for OpenAI's clients: `http://HOST:PORT/ROW/v1`."""
     key: str = field(repr=False)
-    """The secret of this row alone."""
+    """Secret of this row alone."""
     model: str
-    """A name to give to clients that want one; any does."""
+    """Model name for clients that require one; any name works."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Guest:
-    """An agent that may ask."""
+    """An admitted agent."""
 
     key: str
     episode: AgentEpisode
@@ -71,11 +71,11 @@ class _Guest:
 
 
 class DoorServer:
-    """Serves the agents of a rank, batch after batch, in a thread with an event loop of its own.
+    """Serves the agents of a rank, batch after batch, in a thread with its own event loop.
 
     Args:
-        host: the address to listen on: 127.0.0.1, or 0.0.0.0 for agents in containers.
-        say: for warnings, each of which comes once.
+        host: address to listen on: 127.0.0.1, or 0.0.0.0 for agents in containers.
+        say: called for warnings, once each.
 
     Raises:
         ValueError: it cannot listen there.
@@ -97,19 +97,19 @@ class DoorServer:
                 "for agents in containers"
             ) from error
         self.close = weakref.finalize(self, _close, runner, self._loop)
-        """Ends connections and thread. Safe to call twice."""
+        """Closes connections and thread. Safe to call twice."""
         shown = host if host not in ANYWHERE else _own_address()
         self._base = f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}"
         _keep_from_proxies(shown)
 
     def admit(self, episode: AgentEpisode) -> tuple[str, Door]:
-        """A door for this row's agent, and what to `dismiss` it by."""
+        """Open an endpoint for this row's agent; returns a ticket for `dismiss`, and the endpoint."""
         ticket, key = secrets.token_hex(4), f"sk-{secrets.token_urlsafe(24)}"
         self._guests[ticket] = _Guest(key=key, episode=episode)
         return ticket, Door(url=f"{self._base}/{ticket}/v1", key=key, model=MODEL)
 
     def dismiss(self, ticket: str) -> None:
-        """Close a door: requests under way are cancelled, later ones refused."""
+        """Close an endpoint: requests in progress are cancelled, later ones refused."""
         guest = self._guests.pop(ticket)
         self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in guest.asking])
 
@@ -158,12 +158,12 @@ class DoorServer:
             refusal = RequestError(error.status, "not_found", f"{request.method} {request.path}: {error.reason}")
         except (ConnectionError, BatchOver) as error:
             refusal = RequestError(503, "shutting_down", str(error))
-        except Exception as error:  # noqa: BLE001  one request's: the others go on
+        except Exception as error:  # noqa: BLE001  an error of one request: the others go on
             _log.exception("a request of an agent failed", extra=FILE_ONLY)
             refusal = RequestError(500, "internal_error", f"{type(error).__name__}: {error}")
         response = web.json_response(refusal.body(), status=refusal.status)
-        response.headers["x-should-retry"] = "false"  # which OpenAI's clients heed
-        response.force_close()  # a body that was not read is not waited for
+        response.headers["x-should-retry"] = "false"  # OpenAI's clients respect it
+        response.force_close()  # do not wait for a body that was not read
         return response
 
     async def _chat(self, request: web.Request, episode: AgentEpisode) -> web.StreamResponse:
@@ -219,12 +219,12 @@ def _close(runner: web.AppRunner, loop: asyncio.AbstractEventLoop) -> None:
             await runner.cleanup()
         loop.stop()
 
-    with contextlib.suppress(RuntimeError):  # the loop is gone
+    with contextlib.suppress(RuntimeError):  # the loop is closed
         asyncio.run_coroutine_threadsafe(close(), loop)
 
 
 def _raise_open_files() -> None:
-    """To what the system allows: every connection is an open file, and agents keep theirs open."""
+    """Raise the limit of open files as far as the system allows: each agent keeps a connection open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -233,7 +233,8 @@ def _raise_open_files() -> None:
 
 
 def _own_address() -> str:
-    """By which containers and other hosts reach this one: that of the interface with the default route."""
+    """Address at which containers and other hosts reach this one: the address of the interface with the default
+    route."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # an address for documentation (RFC 5737); nothing is sent
         return str(probe.getsockname()[0])
@@ -241,7 +242,7 @@ def _own_address() -> str:
 
 
 def _keep_from_proxies(host: str) -> None:
-    """Clients in this process, and those that inherit its environment, ask a proxy for every host but these."""
+    """Exclude this host from proxies, for clients in this process and its children."""
     for name in ("NO_PROXY", "no_proxy"):
         known = [each for each in os.environ.get(name, "").split(",") if each]
         if "*" not in known:

@@ -1,4 +1,4 @@
-"""What one agent has asked and been answered: token ids, never text that is tokenised again."""
+"""Requests and answers of one agent, as token ids; text is never tokenised again."""
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,20 +14,20 @@ from grpo.rollout.turns.sampler import Sampler
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chain:
-    """A conversation up to an answer."""
+    """A message history up to an answer."""
 
     prompt: list[int]
-    """[L], of its first request."""
+    """[L], prompt of its first request."""
     episode: Episode
-    """All that follows the prompt."""
+    """Everything after the prompt."""
     asked: tuple[str, ...] | None
-    """The messages of its last request, as `canonical` writes them; None: it was asked for in token ids."""
+    """Messages of its last request, by `canonical`; None for a request by token ids."""
     answers: frozenset[str]
-    """Likewise the answer: as it was given, and with the text that ended it, which some clients put back."""
+    """Answer to it, by `canonical`: as sent, and with the stop text, which some clients add again."""
     tools: str
-    """Those that it was rendered with."""
+    """Tools it was rendered with."""
     order: int
-    """How many answers the agent had when it asked for this one."""
+    """Number of the agent's answers at the time of the request."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -35,7 +35,7 @@ class Chain:
         return self.prompt + self.episode.token_ids
 
     def is_begun_by(self, asked: tuple[str, ...]) -> bool:
-        """Whether these messages are its own and more."""
+        """True if these messages extend its own."""
         if self.asked is None or len(asked) <= len(self.asked) + 1:
             return False
         return asked[: len(self.asked)] == self.asked and asked[len(self.asked)] in self.answers
@@ -43,35 +43,35 @@ class Chain:
 
 @dataclass(eq=False)
 class AgentEpisode:
-    """A row's conversations with the engines.
+    """Multi-turn rollout of one row through an agent.
 
-    A request whose messages begin with those of an answered one continues its token ids, behind them only the tokens of
-    the messages that are new; any other begins a chain of its own. Trained is the chain of the last answer.
+    A request whose messages begin with those of an answered one continues its token ids; only the new messages are
+    tokenised. Any other request begins a new chain. The chain of the last answer is trained on.
     """
 
     row: int
-    """Of the rank's rows."""
+    """Index among the rank's rows."""
     _: KW_ONLY
     sampler: Sampler
     template: MessageTemplate
     limits: EpisodeLimits
     render: Callable[[Callable[[], Any]], Awaitable[Any]]
-    """Runs a call of the template's in one thread, and awaits it."""
+    """Awaits a call of the template, run in a single thread."""
 
     def __post_init__(self) -> None:
         self.num_requests = 0
         self.refusal: str | None = None
-        """Why no engine took its last request."""
+        """Reason why no engine accepted its last request."""
         self._chains: list[Chain] = []
         self._num_sampled = 0
 
     async def chat(
         self, messages: list[Message], tools: Tools, *, max_tokens: int | None, stop: Sequence[str]
     ) -> AgentReply:
-        """The answer to a conversation.
+        """Answer a request by messages.
 
         Raises:
-            RequestError: it cannot be rendered, or no engine takes it.
+            RequestError: it cannot be rendered, or no engine accepts it.
             ConnectionError, BatchOver: the job is ending, or the batch has ended.
         """
         order, asked = len(self._chains), tuple(map(canonical, messages))
@@ -101,7 +101,7 @@ class AgentEpisode:
         return await self._answered(prompt, episode, chain_of, read, max_tokens=max_tokens, stop=stop)
 
     async def generate(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> AgentReply:
-        """The answer to token ids; see `chat`."""
+        """Answer a request by token ids; see `chat`."""
         order = len(self._chains)
         known = [chain for chain in self._chains if token_ids[: len(chain.token_ids)] == chain.token_ids]
         if parent := max(known, key=lambda chain: len(chain.token_ids), default=None):
@@ -119,8 +119,8 @@ class AgentEpisode:
         return await self._answered(prompt, episode, chain_of, read, max_tokens=max_tokens, stop=stop)
 
     def chosen(self) -> Chain | None:
-        """The chain of the last answer. Of those that were asked for at the same time it is the longest one, so that it
-        depends on no clock."""
+        """Return the chain of the last answer. Among concurrent requests it is the longest one, independent of
+        timing."""
         return max(
             self._chains,
             key=lambda chain: (chain.order, sum(chain.episode.tool_mask), chain.token_ids),
@@ -128,7 +128,7 @@ class AgentEpisode:
         )
 
     def num_dropped(self) -> int:
-        """Tokens that were sampled and are in no chain that is trained."""
+        """Number of sampled tokens in no trained chain."""
         chosen = self.chosen()
         kept = 0 if chosen is None else sum(chosen.episode.tool_mask)
         return self._num_sampled - kept
@@ -151,7 +151,7 @@ class AgentEpisode:
         max_tokens: int | None,
         stop: Sequence[str],
     ) -> AgentReply:
-        """As `run_episode` goes on, within its limits."""
+        """Sample a turn within the limits, as `run_episode` does."""
         self.num_requests += 1
         said = prompt + episode.token_ids
 
@@ -200,7 +200,7 @@ def _copy(episode: Episode) -> Episode:
 
 
 def _cut(message: Message, stop: Sequence[str]) -> Message:
-    """Without a text that was to end the turn, and what the model has said behind it in the same token."""
+    """Cut a message before a stop text; the model may have added more in the same token."""
     content = message.get("content") or ""
     found = [place for each in stop if (place := content.find(each)) >= 0]
     return {**message, "content": content[: min(found)]} if found else message

@@ -1,4 +1,4 @@
-"""What an agent asks and is answered: OpenAI's chat completions, and vLLM's token ids in and out."""
+"""Requests and answers of agents: OpenAI's chat completions, and vLLM's interface with token ids."""
 
 import json
 import time
@@ -11,17 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from grpo.model.messages import Message
 
 MODEL = "policy"
-"""The model's name at the door; whatever an agent asks for, it is the one that is trained."""
+"""Model name of the endpoint; any requested name means the trained model."""
 NEUTRAL = ("model", "user", "metadata", "store", "seed", "parallel_tool_calls", "stream_options", "request_id")
-"""Fields of a request that have no effect here, and need no warning."""
+"""Request fields ignored without a warning."""
 
 
 class RequestError(Exception):
-    """A request that is not answered, as OpenAI's clients understand it.
+    """A refused request, in a form OpenAI's clients understand.
 
     Args:
         status: of HTTP.
-        code: as OpenAI names it.
+        code: OpenAI's name of the error.
     """
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -65,7 +65,7 @@ class _Request(BaseModel):
     stream: bool | None = None
 
     def ignored(self) -> list[str]:
-        """Fields that are set and have no effect."""
+        """Names of set fields without an effect."""
         return _set_in(self.model_extra or {}, but=NEUTRAL)
 
 
@@ -93,7 +93,7 @@ class ChatRequest(_Request):
 
 
 class GenerateRequest(_Request):
-    """`POST /inference/v1/generate`, of which vLLM's documentation speaks as disaggregated serving (0.31)."""
+    """`POST /inference/v1/generate`, documented by vLLM under disaggregated serving (0.31)."""
 
     token_ids: list[int] = Field(min_length=1)
     sampling_params: dict[str, Any] = Field(default_factory=dict)
@@ -122,10 +122,10 @@ def _stops(stop: Any) -> list[str]:
 
 
 def parse(kind: "type[Any]", body: bytes) -> Any:
-    """A request of this kind.
+    """Parse a request of this kind.
 
     Raises:
-        RequestError: 400, and what is wrong with it.
+        RequestError: 400, with the cause.
     """
     try:
         return kind.model_validate_json(body)
@@ -136,10 +136,10 @@ def parse(kind: "type[Any]", body: bytes) -> Any:
 
 
 def messages_of(request: ChatRequest) -> list[Message]:
-    """As chat templates take them: text, arguments of calls as objects, and of a tool's message the tool's name.
+    """Convert messages for chat templates: text, call arguments as objects, and the tool's name in a tool message.
 
     Raises:
-        RequestError: 400, for what is no text.
+        RequestError: 400, for content other than text.
     """
     names: dict[str | None, str] = {}
     messages = []
@@ -186,8 +186,8 @@ def _arguments(call: _AskedCall) -> Any:
 
 
 def canonical(message: Message) -> str:
-    """What makes two messages the same: role, text, and calls by name and arguments. Clients give calls other ids,
-    leave reasoning out, and may strip what the model has said."""
+    """Key for equal messages: role, text, and calls by name and arguments. Clients change call ids, drop reasoning, and
+    may strip the model's text."""
     content = message.get("content") or ""
     calls = [
         [call["function"]["name"], call["function"].get("arguments") or {}] for call in message.get("tool_calls") or []
@@ -201,10 +201,10 @@ def canonical(message: Message) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AgentReply:
-    """One turn, as the agent sees it."""
+    """One turn, as sent to the agent."""
 
     message: Message
-    """As the chat template's parser has read it; empty where token ids were asked for."""
+    """Parsed by the chat template; empty for requests by token ids."""
     token_ids: Sequence[int]
     """[T]"""
     logprobs: Sequence[float]
@@ -212,11 +212,11 @@ class AgentReply:
     finish_reason: str
     num_prompt_tokens: int
     digest: str
-    """Of all token ids up to here: where ids have to come from somewhere."""
+    """Hash of all token ids up to here, used to derive ids."""
 
 
 def chat_completion(reply: AgentReply) -> dict[str, Any]:
-    """The body of an answer that comes at once."""
+    """Body of a complete answer."""
     choice = {
         "index": 0,
         "message": _openai_message(reply),
@@ -227,7 +227,7 @@ def chat_completion(reply: AgentReply) -> dict[str, Any]:
 
 
 def chat_chunks(reply: AgentReply, *, usage: bool) -> Iterator[str]:
-    """The lines of an answer that is streamed: all of it is in the first chunk."""
+    """Lines of a streamed answer: all content is in the first chunk."""
     message = _openai_message(reply)
     calls = [{"index": number, **call} for number, call in enumerate(message.pop("tool_calls", []))]
     head = _head(reply, "chat.completion.chunk")
@@ -243,7 +243,7 @@ def chat_chunks(reply: AgentReply, *, usage: bool) -> Iterator[str]:
 
 
 def generated(reply: AgentReply, request_id: str | None) -> dict[str, Any]:
-    """The body of an answer in token ids, with the log-probability of each."""
+    """Body of an answer in token ids, with their log-probabilities."""
     content: list[dict[str, Any]] = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
         for token, logprob in zip(reply.token_ids, reply.logprobs, strict=True)
@@ -263,7 +263,7 @@ def generated(reply: AgentReply, request_id: str | None) -> dict[str, Any]:
 
 
 def models() -> dict[str, Any]:
-    """`GET /v1/models`."""
+    """Body of `GET /v1/models`."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "grpo"}]}
 
 
@@ -271,7 +271,7 @@ def _openai_message(reply: AgentReply) -> dict[str, Any]:
     said = reply.message
     calls = [
         {
-            "id": f"{reply.digest[:8]}{number}",  # nine letters and digits: some templates take no other ids
+            "id": f"{reply.digest[:8]}{number}",  # nine letters and digits: some templates accept no other ids
             "type": "function",
             "function": {
                 "name": call["function"]["name"],

@@ -1,5 +1,5 @@
-"""A rollout function whose rows are agents: each holds its conversations itself, and the chain of its last answer is
-trained."""
+"""A rollout function with agents as rows: each agent controls its own loop; the chain of its last answer is trained
+on."""
 
 import asyncio
 import inspect
@@ -25,7 +25,7 @@ from grpo.rollout.turns.sampler import BatchOver, Sampler
 Row = Mapping[str, Any]
 Agent = Callable[[Door, Row], Coroutine[Any, Any, Mapping[str, Any] | None]]
 POLL_S = 0.2
-GRACE_S = 5.0  # from an agent's cancellation until it is left alone
+GRACE_S = 5.0  # from an agent's cancellation until it is abandoned
 
 
 class TooManyFailed(RuntimeError):
@@ -34,24 +34,24 @@ class TooManyFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentBatch:
-    """What a rank's agents of one batch are given; `GRPOTrainer.agent_batch` makes it."""
+    """Inputs of a rank's agents for one batch; made by `GRPOTrainer.agent_batch`."""
 
     rows: Sequence[Row]
-    """One for each completion, with all columns of the data set."""
+    """One row per completion, with all columns of the data set."""
     is_chat: bool
-    """Whether the data set's prompts are messages, and rewards are shown messages."""
+    """True if the data set's prompts are messages; rewards then receive messages."""
     sampler: Sampler
     template: MessageTemplate
     limits: EpisodeLimits
-    """Of each chain."""
+    """Limits of each chain."""
     timeout_s: float
-    """Of an agent, without what engines take to return."""
+    """Time limit of an agent, without the restart of engines."""
     max_at_once: int | None
     max_failed: int
-    """Over the run."""
+    """Failed agents allowed over the whole run."""
     host: str
     log: Path
-    """Where the standard error of commands goes."""
+    """Log file for the standard error of commands."""
     covers: Callable[[Path, int], None]
     uncovers: Callable[[Path], None]
     """See `AgentProcess`."""
@@ -63,17 +63,17 @@ class AgentBatch:
 
 @dataclass(slots=True, kw_only=True)
 class _AgentOutcome:
-    """What came of an agent."""
+    """Result of an agent."""
 
     episode: AgentEpisode
     columns: Mapping[str, Any]
     failure: str | None
     chain: Chain | None
-    """Of its last answer."""
+    """Chain of its last answer."""
 
 
 def agents(agent: Agent | str | Sequence[str]) -> "AgentRollout":
-    """A `rollout_func` in which an agent of yours, unchanged, asks the node's engines in OpenAI's protocol.
+    """Make a `rollout_func` in which your agent, unchanged, queries the node's engines by OpenAI's protocol.
 
         async def agent(door, row):
             client = AsyncOpenAI(base_url=door.url, api_key=door.key)
@@ -83,10 +83,10 @@ def agents(agent: Agent | str | Sequence[str]) -> "AgentRollout":
         trainer = GRPOTrainer(..., rollout_func=grpo.agents(agent))
 
     Args:
-        agent: a coroutine function of a `Door` and a row of the data set, a mapping of its columns, which returns the
-            columns that reward functions are given beside those of the row, or None. Or a command, which is run for
-            each row: it finds the door in `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`, the row as JSON on
-            its standard input, and writes its columns as a JSON object into its last line.
+        agent: a coroutine function of a `Door` and a row of the data set, a mapping of its columns. It returns extra
+            columns for the reward functions, or None. Or a command, run once per row: it finds the endpoint in
+            `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`, the row as JSON on its standard input, and writes
+            its columns as a JSON object in its last line.
 
     Returns:
         For `GRPOTrainer` in local mode: `rollout_func=agents(...)`. One object for one trainer.
@@ -95,17 +95,17 @@ def agents(agent: Agent | str | Sequence[str]) -> "AgentRollout":
         TypeError: it is no coroutine function; run blocking code by `await asyncio.to_thread(...)`.
         ValueError: there is no such command.
 
-    Recorded are token ids, never text that is tokenised again; see docs/agents.md and
+    Token ids are recorded; text is never tokenised again. See docs/agents.md and
     https://platform.openai.com/docs/api-reference/chat.
     """
     return AgentRollout(agent)
 
 
 class AgentRollout:
-    """See `agents`."""
+    """Rollout function made by `agents`."""
 
     speaks_in_messages = True
-    """A chat template is needed."""
+    """Needs a chat template."""
 
     def __init__(self, agent: Agent | str | Sequence[str]) -> None:
         self._argv: list[str] | None = None
@@ -122,14 +122,14 @@ class AgentRollout:
         self._server: DoorServer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._renderer: Worker | None = None
-        self._running: set[tuple[int, int]] = set()  # batches under way, by their identity, and rows
+        self._running: set[tuple[int, int]] = set()  # (id of the batch, row) of running agents
         self._num_failed = 0
         self._first_failure = ""
         self._known_kinds: set[str] = set()
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """As TRL calls a rollout function: lists of as many entries as prompts, of `prompt_ids`, `completion_ids`,
-        `logprobs`, `env_mask`, `completions`, `failed`, and one for each column that an agent has returned.
+        """Run the agents; called by TRL as a rollout function. Returns lists with one entry per prompt: `prompt_ids`,
+        `completion_ids`, `logprobs`, `env_mask`, `completions`, `failed`, and each column returned by an agent.
 
         Raises:
             TypeError: the trainer is not `grpo.GRPOTrainer`.
@@ -146,7 +146,7 @@ class AgentRollout:
         return future.result()
 
     def start(self, batch: AgentBatch) -> "Future[dict[str, Any]]":
-        """Begin; the future ends with what `__call__` returns. Several batches may be under way."""
+        """Start the agents; the future has the result of `__call__`. Several batches may run at once."""
         if self._server is None or self._loop is None:
             self._renderer = Worker("grpo-templates", batch.prepare)
             self._server = DoorServer(batch.host, batch.say)
@@ -156,7 +156,7 @@ class AgentRollout:
         return asyncio.run_coroutine_threadsafe(self._run_all(batch), self._loop)
 
     def close(self) -> None:
-        """End the door and the threads. Safe to call twice; another batch opens it anew."""
+        """Close the server and the threads. Safe to call twice; another batch starts them again."""
         if self._server is not None:
             self._server.close()
         if self._loop is not None:
@@ -164,7 +164,7 @@ class AgentRollout:
         self._server = self._loop = self._renderer = None
 
     def pending(self) -> str:
-        """The agents that run now, in words."""
+        """Describe the running agents."""
         rows = sorted({row for _, row in self._running})
         if not rows:
             return ""
@@ -232,7 +232,7 @@ class AgentRollout:
         return columns
 
     async def _bounded(self, started: Coroutine[Any, Any, Mapping[str, Any]], batch: AgentBatch) -> Mapping[str, Any]:
-        """What it returns in its time, in which the node has engines."""
+        """Await an agent within its time limit, which excludes time without engines."""
         task = asyncio.ensure_future(started)
         used_s, seen = 0.0, time.monotonic()
         try:
@@ -249,10 +249,10 @@ class AgentRollout:
         finally:
             if not task.done():
                 task.cancel()
-                await asyncio.wait([task], timeout=GRACE_S)  # one that does not heed it is left alone
+                await asyncio.wait([task], timeout=GRACE_S)  # one that ignores it is abandoned
 
     def _count(self, outcomes: Sequence[_AgentOutcome], batch: AgentBatch) -> None:
-        """Fill in what the batch's metrics are made of, and see to rows that are left out."""
+        """Count metrics of the batch, and mark rows left out."""
         counts = batch.sampler.counts
         counts["agent_episodes"] += len(outcomes)
         for row, outcome in enumerate(outcomes):
@@ -282,7 +282,7 @@ class AgentRollout:
 
 
 RESERVED = frozenset({"prompt", "prompt_ids", "completion_ids", "completions", "logprobs", "env_mask", "failed"})
-"""Columns that an agent cannot return."""
+"""Columns an agent cannot return."""
 
 
 def _is_async(agent: Any) -> bool:
@@ -290,7 +290,7 @@ def _is_async(agent: Any) -> bool:
 
 
 def _as_trl_takes_them(outcomes: Sequence[_AgentOutcome], batch: AgentBatch) -> dict[str, Any]:
-    """See `AgentRollout.__call__`."""
+    """Convert results for TRL; see `AgentRollout.__call__`."""
     nothing = [batch.end_token]  # for rows without a prompt
     chains = [outcome.chain if outcome.failure is None else None for outcome in outcomes]
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.columns)

@@ -1,5 +1,5 @@
-"""Rollouts of several turns: every rank asks its node's engines as often as it needs, without a collective.
+"""Multi-turn rollouts: every rank queries its node's engines turn by turn, without collectives.
 
-`local_vllm` and the seam use it; it uses the pool of `rollout`.
-It must not know how weights travel, nor how TRL scores and trains.
+`local_vllm` and the seam use it; it uses the pool of `rollout`. It must not know weight syncs, nor TRL's scoring and
+training.
 """

@@ -1,4 +1,4 @@
-"""A batch of episodes on a rank: it goes its own way, and meets the others when it is done."""
+"""A rank's batch of multi-turn rollouts: runs independently, and joins the other ranks at its end."""
 
 import time
 from collections.abc import Callable, Collection
@@ -19,22 +19,21 @@ from grpo.rollout.turns.messages import Answer
 from grpo.rollout.turns.report import EpisodesReport
 
 PHASE = "rollout"
-POLL_S = 0.2  # how often the main thread, if no call comes, looks whether the job has failed elsewhere
+POLL_S = 0.2  # interval at which an idle main thread checks for a failure elsewhere
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
     batch_s: float
-    """Of a batch, from when training asks for it to the end of its last episode, without what engines took to
-    return."""
+    """Time limit of a batch, from training's request to the end of its last episode, without the restart of engines."""
     turn_s: float
-    """Of one turn, in the engines."""
+    """Time limit of one turn, in the engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End(Wire):
-    """What a rank says when it is done, or cannot go on for now."""
+    """Message of a rank that is done, or cannot continue for now."""
 
     report: EpisodesReport | None = None
     stalled: Stalled | None = None
@@ -43,13 +42,12 @@ class _End(Wire):
 class EpisodeBatches:
     """Runs batches of episodes; every rank has one, and `run` is collective over the job.
 
-    A rank's episodes run in threads and event loops that no other rank waits for. Its main thread runs the tools
-    that belong there, and sees to what all ranks have to do together: the end of the batch, and the return of engines
-    that a node has lost.
+    A rank's episodes run in threads and event loops that no other rank waits for. Its main thread runs the tools that
+    require it, and handles the joint steps of all ranks: the end of the batch, and the return of lost engines.
 
     Args:
-        revive: brings new engines, with weights, to nodes whose engines are all gone; collective over the job.
-        main: runs what the episodes call in the main thread, while that waits for them.
+        revive: brings new engines, with weights, to nodes without any; collective over the job.
+        main: runs the episodes' calls in the main thread while it waits for them.
     """
 
     def __init__(
@@ -68,11 +66,11 @@ class EpisodeBatches:
         self._asked: Callable[[], Collection[Future[Answer]]] = tuple
         self._pending: Callable[[], str] = str
         self._since = self._until = 0.0
-        """time.monotonic(): since when the ranks wait for the batch, and when it has to have ended."""
+        """Start of the ranks' wait for the batch, and its deadline, by time.monotonic()."""
         self._limited = ExitStack()
-        """The limit on code that runs in the main thread."""
+        """Time limit of code in the main thread."""
         self._trouble: BaseException | None = None
-        """What `look` has raised, which that code may have caught."""
+        """Exception from `look`, in case the code has caught it."""
 
     def run(
         self,
@@ -83,23 +81,23 @@ class EpisodeBatches:
         asked: "Callable[[], Collection[Future[Answer]]]",
         pending: Callable[[], str],
     ) -> tuple[Result, list[EpisodesReport]]:
-        """Have this rank's episodes, and meet the others at their end.
+        """Run this rank's episodes, and join the other ranks at their end.
 
         Args:
-            start: begins, or has begun before; the episodes end with the future.
-            report: of this rank, made of what the future brings.
-            move: sees to it that the next `start` ends in the main thread, where the future of the first has found
-                that it has to (`call_here`).
-            asked: turns of it that are not answered.
-            pending: what its own code waits for, in words.
+            start: starts the episodes, unless they have begun before; returns their future.
+            report: makes this rank's report from the future's result.
+            move: prepares the next `start` for the main thread (`call_here`), after the first future failed because it
+                needs the main thread.
+            asked: returns its unanswered turns.
+            pending: describes the calls its own code waits for.
 
         Returns:
-            What the future brings, and the reports of all ranks, in rank order.
+            The future's result, and the reports of all ranks, in rank order.
 
         Raises:
             JobFailed: the job has failed elsewhere.
-            TimeoutError: a limit was reached; says by what.
-            Exception: what the future brings instead.
+            TimeoutError: a limit was reached; has the cause.
+            Exception: raised by the future.
         """
         self._main.begin()
         self._asked, self._pending = asked, pending
@@ -120,13 +118,13 @@ class EpisodeBatches:
                     return future.result(), reports
         except BaseException:
             future.cancel()
-            if self._channel.is_gone:  # the consequence of a death that has a record
+            if self._channel.is_gone:  # a consequence of a death that has a record
                 self._watch.await_cause()
                 self._watch.check()
             raise
 
     def call_here(self, call: Callable[[], Result]) -> "Future[Result]":
-        """Inside of `start`: a call in this thread, which has `look` called while it waits. Its future has ended."""
+        """Run a call in this thread, inside `start`; it calls `look` while it waits. The returned future is done."""
         done: Future[Result] = Future()
         with self._limited:
             self._limited.enter_context(self._limit())
@@ -136,8 +134,8 @@ class EpisodeBatches:
         return done
 
     def look(self) -> None:
-        """From `call_here`: what the main thread sees to while it waits. Collective over the job if the node has lost
-        its last engine."""
+        """Check limits and failures while code from `call_here` waits. Collective over the job if the node has lost its
+        last engine."""
         if self._trouble is not None:
             raise self._trouble
         try:
@@ -152,7 +150,7 @@ class EpisodeBatches:
             raise
 
     def _go_on(self, mine: EpisodesReport | None) -> list[EpisodesReport]:
-        """As `_meet`; if there is nothing, the nodes have engines again, and the batch as much time as before."""
+        """Call `_meet`; if it returns nothing, wait for new engines, and extend the batch's deadline by that time."""
         begun = time.monotonic()
         if not (reports := self._meet(mine)):
             self._revive()
@@ -160,12 +158,12 @@ class EpisodeBatches:
         return reports
 
     def _limit(self) -> AbstractContextManager[None]:
-        """Above what the main thread looks at by itself: for code that holds the interpreter's lock."""
+        """Time limit beyond the main thread's own checks: for code that holds the GIL."""
         cause = f"a batch of episodes has not ended after {self._limits.batch_s:g} s (rollout_timeout)"
         return self._watch.limits.around(PHASE, max(0.0, self._until - time.monotonic()) + MARGIN_S, cause)
 
     def _wait(self, future: "Future[Any]") -> bool:
-        """Until the episodes have ended, or the node has no engine left."""
+        """Wait until the episodes have ended; False if the node has no engine left."""
         future.add_done_callback(lambda done: self._main.wake())
         with self._limit():
             while True:
@@ -196,7 +194,7 @@ class EpisodeBatches:
             )
 
     def _meet(self, mine: EpisodesReport | None) -> list[EpisodesReport]:
-        """The reports of all ranks, or nothing if a node has no engine left."""
+        """Exchange the reports of all ranks; [] if a node has no engine left."""
         trouble = self._channel.trouble
         record = None if trouble is None else self._watch.make_record(trouble)
         end = _End(report=mine, stalled=Stalled(for_good=record) if mine is None or record is not None else None)

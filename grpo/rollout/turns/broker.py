@@ -1,7 +1,7 @@
-"""The local main's side: what its node's ranks ask, it gives to the node's engines, each turn by itself.
+"""Broker on the local main: passes single turns of its node's ranks to the node's engines.
 
-In threads alone: no rank waits for another one, and no collective is run. What fails is the job's failure, or told to
-the ranks, which bring it where all ranks meet.
+Runs in threads only: no rank waits for another one, and no collective is run. A failure becomes the job's, or is
+reported to the ranks, which raise it at the next exchange.
 """
 
 import os
@@ -25,21 +25,21 @@ from grpo.rollout.turns.messages import Answer, Ask, Cancel, Message, OutOfEngin
 
 MEET_S = 60.0  # until all ranks of the node have connected
 MAX_HOMES = 1 << 16
-MAX_FOLDER = 80  # characters of the folder for temporary files: a socket's path has 107 at most
+MAX_FOLDER = 80  # characters of the temporary folder's path: a socket's path has at most 107
 
 
 class TurnBroker:
-    """Gives turns of the node's ranks to its engines.
+    """Passes turns of the node's ranks to its engines.
 
     Args:
-        num_others: ranks of the node but this one; each connects once, then nothing listens any more.
+        num_others: other ranks of the node; each connects once, then the listener is closed.
     """
 
     def __init__(self, pool: EnginePool, watch: FailureWatch, *, num_others: int) -> None:
         self.deliveries = 0
-        """Of weights, so far; counted before the engines of one are taken up."""
+        """Number of weight syncs so far; incremented before `take_up`."""
         self.address: str | None = None
-        """Where the node's other ranks connect, in a folder of this user's."""
+        """Address for the node's other ranks, in a folder of this user's."""
         self._pool, self._watch = pool, watch
         self._lines: list[_Line] = []
         self._folder: Path | None = None
@@ -48,7 +48,7 @@ class TurnBroker:
         pool.tell(self._hear_of_trouble)
 
     def connect(self) -> Pipe:
-        """This rank's own connection."""
+        """Make this rank's own connection."""
         ours, theirs = socket.socketpair()
         self._take(theirs)
         return Pipe(ours)
@@ -61,7 +61,7 @@ class TurnBroker:
             line.close()
         self._remove_folder()
 
-    # -- meeting the ranks ----------------------------------------------------------------------------------------
+    # -- connections -----------------------------------------------------------------------------------------------
 
     def _listen(self) -> socket.socket:
         within = None if len(tempfile.gettempdir()) < MAX_FOLDER else "/tmp"
@@ -75,7 +75,7 @@ class TurnBroker:
         return listener
 
     def accept(self) -> None:
-        """All ranks know the address now: let them come."""
+        """Accept connections: all ranks know the address now."""
         if self._listener is not None:
             threading.Thread(target=self._accept, args=[self._listener], name="grpo-turns-accept", daemon=True).start()
 
@@ -103,14 +103,14 @@ class TurnBroker:
 
     def _take(self, connection: socket.socket) -> None:
         line = _Line(Pipe(connection), self._pool)
-        self._lines.append(line)  # before it asks: trouble is reported to all that are here
-        self._pool.tell(self._hear_of_trouble)  # what it has missed
+        self._lines.append(line)  # before its first request: errors are sent to all registered lines
+        self._pool.tell(self._hear_of_trouble)  # errors so far
         line.start()
 
-    # -- trouble --------------------------------------------------------------------------------------------------
+    # -- errors ---------------------------------------------------------------------------------------------------
 
     def _hear_of_trouble(self, error: Exception | None) -> None:
-        """With the pool's lock held: nothing here may wait."""
+        """Report an error of the pool; called with its lock held: must not wait."""
         if error is None or isinstance(error, DeadlyRequests):
             for line in self._lines:
                 line.say(OutOfEngines(self.deliveries, None if error is None else f"{type(error).__name__}: {error}"))
@@ -119,12 +119,12 @@ class TurnBroker:
 
 
 class _Line:
-    """One rank's connection: a thread takes what it asks, another one brings it the answers."""
+    """Connection of one rank: one thread receives requests, another one sends answers."""
 
     def __init__(self, pipe: Pipe, pool: EnginePool) -> None:
         self._pipe, self._pool = pipe, pool
-        self._open: dict[int, Batch] = {}  # by the number of the turn
-        self._homes: dict[int, int] = {}  # by place: the engine that has sampled its last turn
+        self._open: dict[int, Batch] = {}  # by turn number
+        self._homes: dict[int, int] = {}  # by place: engine of the last turn
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
@@ -133,7 +133,7 @@ class _Line:
             threading.Thread(target=target, name="grpo-turns", daemon=True).start()
 
     def say(self, message: Message) -> None:
-        """Never waits."""
+        """Queue a message; never waits."""
         self._outbox.put(message)
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class _Line:
                         self._ask(message)
                     case Cancel():
                         self._cancel(message.number)
-        except (EOFError, OSError, ValueError):  # the rank is gone: its sentinel says so
+        except (EOFError, OSError, ValueError):  # the rank is gone: its sentinel reports it
             self._forget()
             self.close()
 
@@ -161,12 +161,12 @@ class _Line:
                 self._open[ask.number] = batch
 
     def _answer(self, ask: Ask, batch: Batch) -> None:
-        """With the pool's lock held."""
+        """Send an answer; called with the pool's lock held."""
         answer = _answer_of(ask, batch)
         if answer.engine != REFUSED:
             self._homes[ask.place] = int(node_and_engine(np.asarray(answer.engine))[1])
             if len(self._homes) > MAX_HOMES:
-                del self._homes[next(iter(self._homes))]  # of a batch that is over long since
+                del self._homes[next(iter(self._homes))]  # of a batch that ended long ago
         self._outbox.put(answer)
 
     def _cancel(self, number: int) -> None:

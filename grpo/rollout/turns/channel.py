@@ -1,4 +1,4 @@
-"""A rank's side of its node's broker: turns go out, answers come back in any order."""
+"""A rank's connection to its node's broker: sends turns, receives answers in any order."""
 
 import contextlib
 import itertools
@@ -20,29 +20,29 @@ class _Open:
     future: "Future[Answer]"
     name: str
     since: float
-    """time.monotonic()."""
+    """Start of the wait, by time.monotonic()."""
 
 
 class TurnChannel:
-    """Asks for turns, from any thread."""
+    """Requests turns, from any thread."""
 
     def __init__(self, pipe: Pipe) -> None:
         self.trouble: str | None = None
-        """Why the node should get no engine again."""
+        """Reason to fail the step instead of waiting for new engines."""
         self._deliveries = 0
-        self._stalled_after: int | None = None  # so many
+        self._stalled_after: int | None = None  # value of _deliveries when the last engine died
         self._pipe = pipe
         self._open: dict[int, _Open] = {}
         self._numbers = itertools.count()
         self._asked_again_at = 0.0
         self._lock, self._send_lock = threading.Lock(), threading.Lock()
         self.is_gone = False
-        """Whether the local main is."""
+        """True if the local main is gone."""
         threading.Thread(target=self._receive, name="grpo-turns-receiver", daemon=True).start()
 
     @classmethod
     def to(cls, address: str) -> "TurnChannel":
-        """Of a rank that is not the local main.
+        """Connect a rank other than the local main.
 
         Raises:
             OSError: the local main does not listen there.
@@ -54,7 +54,7 @@ class TurnChannel:
     def ask(
         self, token_ids: np.ndarray, *, place: int, order: int, seed: int, name: str, overrides: Mapping[str, Any]
     ) -> "Future[Answer]":
-        """Have a turn sampled; who cancels the future wants it no more.
+        """Request a turn; cancel the future to drop it.
 
         Args:
             token_ids: [L] int32.
@@ -80,7 +80,7 @@ class TurnChannel:
                 raise ConnectionError("the node's local main is gone")
             with self._send_lock:
                 self._pipe.send(ask)
-        except Exception as error:  # noqa: BLE001  whoever waits for the future raises it
+        except Exception as error:  # noqa: BLE001  raised by the future
             with self._lock:
                 self._open.pop(number, None)
             opened.future.set_exception(error)
@@ -94,25 +94,26 @@ class TurnChannel:
             self._say(Cancel(number))
 
     def _say(self, message: Message) -> None:
-        with contextlib.suppress(OSError), self._send_lock:  # the next turn says that the local main is gone
+        with contextlib.suppress(OSError), self._send_lock:  # the next turn reports that the local main is gone
             self._pipe.send(message)
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the node has lost its last engine since weights were delivered."""
+        """True if the node has lost its last engine since the last weight sync."""
         return self.trouble is not None or self._stalled_after == self._deliveries
 
     def delivered(self) -> None:
-        """All engines of the job have weights, and work on what is open. On every rank of the job, as often."""
+        """Record a weight sync: all engines of the job have weights, and work on pending turns. Called equally often on
+        every rank."""
         with self._lock:
             self._deliveries += 1
             self._asked_again_at = time.monotonic()
 
     def slowest(self, asked: "Collection[Future[Answer]]", since: float) -> tuple[float, str] | None:
-        """How long the one of these turns that waits longest has waited for an engine, and its name.
+        """Return the longest wait among these turns, and its name.
 
         Args:
-            since: time.monotonic(); no earlier wait counts.
+            since: time.monotonic(); earlier waits do not count.
         """
         with self._lock:
             mine = [each for each in self._open.values() if each.future in asked]

@@ -1,4 +1,4 @@
-"""What a user says of a tool or an environment: that it may be called in another thread than the main one."""
+"""Declarations of users: a tool or an environment may run outside the main thread."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -8,8 +8,8 @@ _MARK = "_grpo_in_threads"
 
 
 def in_threads(declared: Declared) -> Declared:
-    """Declare that a synchronous tool may run in several threads at a time, or that an environment may live in a
-    thread of its own, where it is made, reset and called.
+    """Declare that a synchronous tool may run in several threads at a time, or that an environment may live in a thread
+    of its own, where it is made, reset and called.
 
         @in_threads
         def search(query: str) -> str: ...
@@ -17,8 +17,8 @@ def in_threads(declared: Declared) -> Declared:
         @in_threads
         class Browser: ...
 
-    Others run in the main thread, one at a time, in TRL's order. Declared ones run concurrently, in any order of rows:
-    their answers must not depend on state that they share with other rows.
+    Undeclared ones run in the main thread, one at a time, in TRL's order. Declared ones run concurrently, in any order
+    of rows: their answers must not depend on state shared with other rows.
 
     Raises:
         TypeError: it cannot be marked, such as a method of an object: mark the function or the class instead.
@@ -31,6 +31,6 @@ def in_threads(declared: Declared) -> Declared:
 
 
 def may_run_in_threads(tool: Any) -> bool:
-    """Whether it was declared so: this very function or class, no wrapper around it and no subclass of it."""
+    """True if this very function or class was declared; wrappers and subclasses do not count."""
     marked = getattr(tool, "__func__", tool)
     return getattr(marked, _MARK, None) is marked

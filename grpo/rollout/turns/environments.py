@@ -1,4 +1,4 @@
-"""Environments beside the main thread: each is made, reset, called and asked for its reward in a thread of its own."""
+"""Environments outside the main thread: each is made, reset, called and asked for its reward in its own thread."""
 
 import contextvars
 import functools
@@ -13,19 +13,19 @@ from typing import Any
 from grpo.faults.users_code import Worker, own_streams
 from grpo.rollout.turns.declared import may_run_in_threads
 
-POLL_S = 0.2  # how often the main thread, which waits for a reset, looks whether the job has failed elsewhere
+POLL_S = 0.2  # interval at which the main thread, waiting for a reset, checks for a failure elsewhere
 _homes: "dict[int, Home]" = {}
-"""By the identity of the environment."""
+"""Homes by id of the environment."""
 
 
 class Home:
-    """Where an environment lives."""
+    """Thread of an environment."""
 
     def __init__(self, prepare: Callable[[], None]) -> None:
         self.is_lost = False
-        """Whether a call in it does not return; others are made where they come from."""
+        """True if a call in it does not return; further environments are made by the factory."""
         self.coming: Future[Any] | None = None
-        """What a reset brings that was begun before the trainer asks for it, which waits for that one."""
+        """Future of a reset started ahead; the trainer's reset waits for it."""
         self._worker, self._context = Worker("grpo-environment", prepare), contextvars.copy_context()
 
     @property
@@ -33,7 +33,8 @@ class Home:
         return threading.get_ident() == self._worker.thread_id
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """What it brings, as a future; calls share their context variables, as they would in one thread."""
+        """Run a call in the thread, and return its future; calls share their context variables, as in a single
+        thread."""
         return self._worker.run(lambda: self._context.run(call))
 
     def result_of(self, name: str, call: Callable[[], Any]) -> Any:
@@ -51,10 +52,10 @@ def _result_of(future: "Future[Any]") -> Any:
 
 
 def in_their_threads(factories: Any, *, of_all: bool, prepare: Callable[[], None]) -> Any:
-    """`environment_factory` as TRL takes it, whose environments live in threads.
+    """Wrap `environment_factory` for TRL, so that environments live in threads.
 
     Args:
-        of_all: False: only those that are declared for it.
+        of_all: False: only declared ones.
         prepare: called first in each thread.
     """
     if isinstance(factories, Mapping):
@@ -81,13 +82,13 @@ def in_their_threads(factories: Any, *, of_all: bool, prepare: Callable[[], None
 
 
 def home_of(tool: Any) -> Home | None:
-    """Where the environment lives whose method this is."""
+    """Home of the environment a method belongs to; None for other functions."""
     return _homes.get(id(getattr(tool, "__self__", None)))
 
 
 @functools.cache
 def _dispatching(kind: type) -> type:
-    """The class of environments that live elsewhere: as `kind`, whose public methods run there."""
+    """Subclass of `kind` whose public methods run in the environment's thread."""
     methods = {
         name: _dispatched(function)
         for name, function in inspect.getmembers(kind, inspect.isfunction)

@@ -1,4 +1,4 @@
-"""One episode of model and tools, as TRL's `_tool_call_loop` has it (1.16), but waiting for no other one."""
+"""One episode of model and tools, as in TRL's `_tool_call_loop` (1.16), but independent of other episodes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,29 +9,29 @@ from grpo.rollout.turns.tools import Message, Toolbox, ToolRunner
 
 
 class Template(Protocol):
-    """How messages become tokens, and tokens messages."""
+    """Conversion between messages and tokens."""
 
     def parse(self, token_ids: list[int], *, prefix: list[int], schema: Any) -> Message:
-        """The message that the model has said, with its tool calls.
+        """Parse the model's message, with its tool calls.
 
         Args:
-            schema: the tools that it knows of, as chat templates take them.
+            schema: the tools, as chat templates expect them.
         """
 
     def tool_suffix(self, messages: list[Message]) -> list[int]:
-        """The tokens of tool messages behind an assistant's, up to where the model goes on."""
+        """Return the tokens of tool messages after an assistant's, up to the start of the model's next message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
     max_completion_tokens: int
-    """Of all that follows the prompt, what tools say included."""
+    """Limit on everything after the prompt, tool results included."""
     max_turn_tokens: int
-    """Of one turn."""
+    """Limit of one turn."""
     max_tool_turns: int
 
     def under(self, sampling: Mapping[str, Any]) -> "EpisodeLimits":
-        """Those of a batch with sampling arguments of its own, as an evaluation has them."""
+        """Limits of a batch with its own sampling arguments, such as an evaluation."""
         if (longest := sampling.get("max_tokens")) is None:
             return self
         return replace(self, max_completion_tokens=longest, max_turn_tokens=longest)
@@ -39,28 +39,28 @@ class EpisodeLimits:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
-    """An episode behind its prompt."""
+    """An episode, after its prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     """[T]"""
     logprobs: list[float] = field(default_factory=list)
-    """[T], natural log, under the engine; 0 for what tools said."""
+    """[T], natural log, by the engine; 0 for tool results."""
     tool_mask: list[int] = field(default_factory=list)
-    """[T], 1 for what the model said."""
+    """[T], 1 for the model's tokens."""
     messages: list[Message] = field(default_factory=list)
     first_turn: int = 0
-    """Tokens of it."""
+    """Number of its tokens."""
     refusal: str | None = None
-    """Why no engine took the prompt."""
+    """Reason why the prompt was refused."""
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """What the model said."""
+        """Append tokens of the model."""
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.tool_mask += [1] * len(token_ids)
 
     def add_foreign(self, token_ids: Sequence[int]) -> None:
-        """What the model did not say."""
+        """Append tokens not sampled by the model."""
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self.tool_mask += [0] * len(token_ids)
@@ -77,7 +77,7 @@ async def run_episode(
     toolbox: Toolbox | None,
     schema: Any = None,
 ) -> Episode:
-    """Sample, run the tools that were called, and go on, until no tool is called or a limit is reached.
+    """Run an episode: sample, run the called tools, and repeat, until no tool is called or a limit is reached.
 
     Args:
         prompt: [L].
@@ -85,7 +85,7 @@ async def run_episode(
         schema: see `Template.parse`.
     """
     episode = Episode()
-    # With tools as through an agent's door: the seed of a turn follows from its tokens.
+    # With tools, as for agents: the seed of a turn follows from its tokens.
     turn = await sampler.sample(prompt, row=row, turn=0 if toolbox is None else None)
     episode.refusal = turn.refusal
     episode.add(turn.token_ids, turn.logprobs)

@@ -1,4 +1,4 @@
-"""The main thread as what runs a rank's tools, while it waits for their episodes."""
+"""Tool calls in the main thread, while it waits for a rank's episodes."""
 
 import queue
 import time
@@ -20,37 +20,37 @@ class _Call:
 
 
 class MainThread:
-    """Takes calls from any thread, and runs them one at a time where `serve` is called."""
+    """Takes calls from any thread, and runs them one at a time in `serve`."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.busy_s = 0.0
-        """In calls, since `begin`."""
+        """Seconds in calls, since `begin`."""
 
     def begin(self) -> None:
-        """A new batch: calls that are left of the one before are forgotten."""
+        """Begin a new batch; drops calls left from the last one."""
         self._calls, self.busy_s = queue.SimpleQueue(), 0.0
 
     def run(self, call: Callable[[], Any], *, timeout_s: float) -> "Future[Any]":
-        """What it brings; `DeadlinePassed` where it takes longer than `timeout_s`, counted from its beginning."""
+        """Queue a call; its future raises `DeadlinePassed` if it runs longer than `timeout_s`."""
         future: Future[Any] = Future()
         self._calls.put(_Call(run=call, timeout_s=timeout_s, future=future))
         return future
 
     def wake(self) -> None:
-        """Have `serve` return, if it waits for a call."""
+        """Make `serve` return, if it waits for a call."""
         self._calls.put(None)
 
     def serve(self, wait_s: float, *, left_s: float, check: Callable[[], None]) -> None:
         """Run a call, if one comes within `wait_s`. In the main thread.
 
         Args:
-            left_s: all that a call may take, whatever its own limit.
-            check: called behind it, before what it brings counts: raises what ends the batch, and the call may have
-                caught.
+            left_s: upper limit on the call's time, besides its own.
+            check: called after it, before its result counts: raises errors that end the batch and that the call may
+                have caught.
 
         Raises:
-            JobFailed, KeyboardInterrupt: in the call, which they do not concern.
+            JobFailed, KeyboardInterrupt: raised in the call, but not about it.
         """
         try:
             call = self._calls.get(timeout=wait_s)
@@ -64,8 +64,8 @@ class MainThread:
                 result = call.run()
         except (JobFailed, KeyboardInterrupt):
             raise
-        except BaseException as raised:  # noqa: BLE001  the caller that waits for it raises it
-            # No future of asyncio's takes the first.
+        except BaseException as raised:  # noqa: BLE001  raised by the waiting caller
+            # asyncio futures refuse StopIteration.
             error = RuntimeError(f"StopIteration: {raised}") if isinstance(raised, StopIteration) else raised
         finally:
             self.busy_s += time.monotonic() - begun

@@ -1,4 +1,4 @@
-"""What a rank and its node's broker say to each other, as JSON: nothing is unpickled."""
+"""Messages between a rank and its node's broker, as JSON: nothing is unpickled."""
 
 import contextlib
 import os
@@ -18,18 +18,18 @@ MAX_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ask(Wire):
-    """One turn that is to be sampled."""
+    """Request for one turn."""
 
     number: int
-    """Of the rank's turns; the answer bears it."""
+    """Number of the turn on this rank; repeated in the answer."""
     place: int
-    """Of the row among all that are under way: its turns go to the same engine where they can."""
+    """Index of the row among all in progress: its turns go to the same engine if possible."""
     order: int
-    """As `grpo.rollout.batch.Batch` has it."""
+    """Order as in `grpo.rollout.batch.Batch`."""
     name: str
-    """For messages."""
+    """Name for messages."""
     token_ids: TokenIds
-    """[L] int32, everything that was said before."""
+    """[L] int32, the whole history."""
     seed: int
     overrides: Mapping[str, Any]
     """Sampling arguments of this turn alone."""
@@ -37,62 +37,62 @@ class Ask(Wire):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer(Wire):
-    """A turn that was sampled, or refused."""
+    """A sampled or refused turn."""
 
     number: int
     token_ids: TokenIds
     """[T] int32."""
     logprobs: Logprobs
-    """[T] float32, natural log, of the distribution that was sampled from."""
+    """[T] float32, natural log, of the distribution sampled from."""
     engine: int
-    """`grpo.rollout.packing.engine_id`."""
+    """Id by `grpo.rollout.packing.engine_id`."""
     policy_version: int
     num_cached_tokens: int
-    """Of what was said before, found in the engine's prefix cache."""
+    """Tokens of the history found in the engine's prefix cache."""
     finish_reason: str | None
-    """`stop` or `length`; None where it was refused."""
+    """`stop` or `length`; None if refused."""
     refusal: str | None
-    """Why no engine takes it."""
+    """Reason of the refusal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel(Wire):
-    """Nobody waits for this turn any more."""
+    """Cancels a turn no longer needed."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfEngines(Wire):
-    """The node has no engine now; what was asked waits until it has one."""
+    """The node has no engine now; requests wait until it has one."""
 
     deliveries: int
-    """Of weights, until then: what has come since may have brought engines."""
+    """Number of weight syncs until then; a later one may have brought engines."""
     trouble: str | None
-    """Why it should get no engine again."""
+    """Reason why it should get no engine again."""
 
 
-# Distinguished by their fields, of which none has a default; the long ones first.
+# Distinguished by their fields, none of which has a default; the long ones first.
 Message = Annotated[Ask | Answer | Cancel | OutOfEngines, Field(union_mode="left_to_right")]
 
 
 class Pipe:
-    """Messages over a socket, one thread for each direction; framed as an engine's are."""
+    """Messages over a socket, one thread for each direction; framed like an engine's."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._framed = Connection(os.dup(connection.fileno()))  # which ends with this object
+        self._framed = Connection(os.dup(connection.fileno()))  # closed with this object
 
     def send(self, message: Message) -> None:
-        """Raises OSError when the other side is gone."""
+        """Send a message. Raises OSError if the other side is gone."""
         self._framed.send_bytes(message.dumps().encode())
 
     def receive(self) -> Message:
-        """Raises EOFError, OSError or ValueError when there will be no more."""
+        """Receive a message. Raises EOFError, OSError or ValueError at the end."""
         return from_json(self._framed.recv_bytes(MAX_BYTES), Message)
 
     def close(self) -> None:
-        """Wakes whoever waits in `receive`. Safe to call twice."""
+        """Close the socket, which wakes a thread in `receive`. Safe to call twice."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,4 +1,4 @@
-"""What came of the rows of a rollout function, which has to give what TRL trains on."""
+"""Results of a rollout function's rows, checked for TRL."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """What came of one of the rank's prompts."""
+    """Result of one of the rank's prompts."""
 
     token_ids: Sequence[int]
-    """[T], what tools said included."""
+    """[T], tool results included."""
     logprobs: Sequence[float] | np.ndarray
     """[T]"""
     refusal: str | None = None
-    """Why no engine took its prompt."""
+    """Reason why its prompt was refused."""
     failure: str | None = None
-    """Why its rollout function gives nothing that may be trained on."""
+    """Reason why its rollout function has nothing to train on."""
 
 
 def rows_of(output: Any, num_rows: int, refused: dict[int, str]) -> list[Row]:
-    """The completions of a rollout function, which has to give what TRL trains on."""
+    """Check the output of a rollout function, and return its rows."""
     if not isinstance(output, dict):
         raise ValueError(f"rollout_func returned {type(output).__name__}: it has to return a dict of lists")
     for name in ("prompt_ids", "completion_ids", "logprobs"):

@@ -1,4 +1,4 @@
-"""What episodes cost: records of ranks, and their metrics."""
+"""Cost of multi-turn rollouts: records of ranks, and their metrics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,37 +7,37 @@ from grpo.faults.failure import FailureRecord
 from grpo.place.wire import Wire
 from grpo.rollout.report import GenerationReport, Newer
 
-SERIAL_SHARE = 0.2  # of a batch, in tools one after the other
+SERIAL_SHARE = 0.2  # of a batch's time, in serial tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodesReport(Wire):
-    """What a batch of episodes cost a rank."""
+    """Cost of a batch of episodes on a rank."""
 
     node: int
     first_ask: float
-    """time.monotonic() of its node, as for the other one."""
+    """Time by time.monotonic() on its node, like `last_answer`."""
     last_answer: float
     wait_s: float
-    """In which this rank had its episodes, and did nothing else."""
+    """Seconds in which this rank ran episodes, and did nothing else."""
     num_episodes: int
     num_refused: int
-    """Episodes whose prompts no engine took."""
+    """Episodes whose prompts were refused."""
     refusal: FailureRecord | None
-    """Why, for the first of them."""
+    """Reason of the first refusal."""
     counts: Mapping[str, int]
     """Turns and tokens of `Sampler.counts`, and calls of `ToolRunner.counts`."""
     num_failed: int = 0
-    """Episodes that a rollout function has marked as failed."""
+    """Episodes marked as failed by a rollout function."""
     newer_tokens: int = 0
-    """`Newer.token_versions`."""
+    """Sum as in `Newer.token_versions`."""
     num_sampled: int | None = None
-    """Of the local main, as in `GenerationReport`; likewise the next."""
+    """Counted as in `GenerationReport`, on the local main; so is the next field."""
     sampling_s: float = 0.0
     tools_s: float = 0.0
-    """Of `wait_s`, in which the main thread ran tools."""
+    """Part of `wait_s` in which the main thread ran tools."""
     idle_s: float = 0.0
-    """Of the local main, as in `GenerationReport`; likewise the others."""
+    """Measured as in `GenerationReport`, on the local main; so are the other fields."""
     period_s: float | None = None
     num_reissued: int = 0
     num_not_finite: int = 0
@@ -45,7 +45,7 @@ class EpisodesReport(Wire):
 
 
 def of_nodes(reports: Sequence[EpisodesReport]) -> list[GenerationReport]:
-    """What the batch cost each node, in their order."""
+    """Cost of the batch on each node, in order."""
     merged = []
     for node in sorted({report.node for report in reports}):
         mine = [report for report in reports if report.node == node]
@@ -73,7 +73,7 @@ def of_nodes(reports: Sequence[EpisodesReport]) -> list[GenerationReport]:
 
 
 def serial_tools(reports: Sequence[EpisodesReport]) -> str | None:
-    """A line of advice, where the main thread of a rank ran tools for too large a part of the batch."""
+    """Advice, if the main thread of a rank ran tools for too large a part of the batch; else None."""
     worst = max(reports, key=lambda report: report.tools_s / max(report.wait_s, report.tools_s, 1e-9))
     if worst.tools_s <= SERIAL_SHARE * worst.wait_s:
         return None
@@ -85,7 +85,7 @@ def serial_tools(reports: Sequence[EpisodesReport]) -> str | None:
 
 
 def episode_metrics(reports: Sequence[EpisodesReport]) -> dict[str, float]:
-    """Of one batch, over the job."""
+    """Metrics of one batch, over the job."""
 
     def total(name: str) -> int:
         return sum(report.counts.get(name, 0) for report in reports)

@@ -1,4 +1,4 @@
-"""A rank's rollouts: episodes of model and tools side by side, or a function of the user's own."""
+"""A rank's multi-turn rollouts: episodes of model and tools in parallel, or a rollout function of the user's."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,29 +17,29 @@ OnEnd = Callable[[int, Episode], None]
 
 
 class ClosableFunction(Protocol):
-    """A rollout function that has threads, as `AgentRollout`."""
+    """A rollout function with threads, such as `AgentRollout`."""
 
     def pending(self) -> str:
-        """What it waits for now, in words."""
+        """Describe its pending calls."""
 
     def close(self) -> None:
-        """End what it has. Safe to call twice."""
+        """Release its resources. Safe to call twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRow:
-    """One of the rank's rows, before its episode begins."""
+    """One of the rank's rows, before its episode."""
 
     prompt: Callable[[], Awaitable[list[int]]]
-    """Its token ids, once its environment is reset."""
+    """Returns its token ids, once its environment is reset."""
     toolbox: Toolbox | None
-    """What the episode may call; None where there are no tools."""
+    """Tools of the episode; None without tools."""
     schema: Any
     """See `Template.parse`."""
 
     @staticmethod
     def of(token_ids: list[int], toolbox: Toolbox | None, schema: Any) -> "EpisodeRow":
-        """A row whose prompt is known already."""
+        """Make a row with a known prompt."""
 
         async def prompt() -> list[int]:
             return token_ids
@@ -49,33 +49,33 @@ class EpisodeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The episodes of a rank in a generation batch, begun when training asks for them or before."""
+    """A rank's episodes of a generation batch, started on training's request or ahead of it."""
 
     num_rows: int
     asked: Callable[[], Any]
-    """What training asks for when it takes them: prompts, known when they have ended at the latest."""
+    """Returns the prompts training will request for them; known at the latest at their end."""
     start: "Callable[[Sampler, ToolRunner], Future[Any]] | None" = None
-    """Begins; they end with the future."""
+    """Starts the episodes; returns their future."""
     func: Callable[[], dict[str, Any]] | None = None
-    """In place of that: a rollout function of the user's, in a thread of its own."""
+    """Alternative to `start`: a rollout function of the user's, for a thread of its own."""
     drop: Callable[[], object] = lambda: None
-    """Training will not take them."""
+    """Called if training will not take them."""
 
 
 class Rollouts:
-    """Has an episode for each of the rank's prompts, all at once.
+    """Runs an episode for each of the rank's prompts, all at once.
 
     Args:
         limits: of each episode.
-        tools: runs what the model calls.
-        is_function: whether the user's own function holds the episodes.
-        prepare: called first in the thread of that function, and in the event loop's.
-        rows_of: the rows whose prompts have these token ids, of the batch that is being made.
-        planned: episodes of the generation batch with a number, which begin before training asks for them; None,
-            on every rank, where training ends before it.
-        on_end: gives what `start` takes, of the batch that is being made.
-        func: that function, where it names what it waits for (`pending`) and has threads to end (`close`).
-        loop: the event loop to have them in, that of asynchronous tools; None: one of their own.
+        tools: runs the model's tool calls.
+        is_function: the user's own function runs the episodes.
+        prepare: called first in the function's thread, and in the event loop's.
+        rows_of: returns the rows with these prompt token ids, of the current batch.
+        planned: returns the episodes of the generation batch with a number, to start ahead of training's request; None,
+            on every rank, after the end of training.
+        on_end: returns the `on_end` of `start` for the current batch.
+        func: the user's function, if it describes its waits (`pending`) and has threads to end (`close`).
+        loop: event loop for the episodes, that of asynchronous tools; None: a new one.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Rollouts:
     def start(
         self, rows: Sequence[EpisodeRow], on_end: OnEnd | None, sampler: Sampler, tools: ToolRunner
     ) -> "Future[list[Episode]]":
-        """Begin; the future ends with an episode for each of the rank's rows, or with what one has raised.
+        """Start the episodes; the future has the result for each of the rank's rows, or the first exception.
 
         Args:
             on_end: called from the event loop.
@@ -133,7 +133,7 @@ class Rollouts:
             try:
                 return list(await asyncio.gather(*tasks))
             except (Exception, asyncio.CancelledError):
-                for task in tasks:  # the others call no more tools
+                for task in tasks:  # the others must not call more tools
                     task.cancel()
                 raise
 
@@ -145,7 +145,7 @@ class Rollouts:
         return asyncio.run_coroutine_threadsafe(hold_all(), self._loop)
 
     def close(self) -> None:
-        """End the event loop, if it is one of ours, and what the function has. Safe to call twice."""
+        """End the event loop, if it is ours, and release the function's resources. Safe to call twice."""
         if self._own_loop is not None:
             self._own_loop.call_soon_threadsafe(self._own_loop.stop)
             self._own_loop = self._loop = None
@@ -153,7 +153,7 @@ class Rollouts:
             self._func.close()
 
     def pending(self, tools: ToolRunner) -> str:
-        """What runs now, in words: agents, or tools of a batch."""
+        """Describe the running agents or tools."""
         if self._func is not None:
             return self._func.pending()
         running = [*tools.running.values()]
@@ -162,10 +162,10 @@ class Rollouts:
 
 
 def as_trl_takes_them(episodes: Sequence[Episode], decoded: Sequence[Any], tools: Mapping[str, int]) -> tuple[Any, ...]:
-    """What TRL's `_tool_call_loop` returns (1.16).
+    """Convert episodes to the result of TRL's `_tool_call_loop` (1.16).
 
     Args:
-        decoded: TRL's own reading of each first turn, for rows that no engine took.
+        decoded: TRL's own decoding of each first turn, for refused rows.
         tools: calls and failures of the batch.
     """
     return (
@@ -182,8 +182,7 @@ def as_trl_takes_them(episodes: Sequence[Episode], decoded: Sequence[Any], tools
 def without_empty(
     output: dict[str, Any], left_out: Sequence[int], token_ids: list[int], logprobs: list[float]
 ) -> dict[str, Any]:
-    """What a rollout function gives, with something for rows that are left out, and it has nothing of: TRL takes no
-    empty completion."""
+    """Fill empty, left-out rows in a rollout function's output: TRL does not accept empty completions."""
     empty = [row for row in left_out if not len(output["completion_ids"][row])]
     fillers: dict[str, list[Any]] = {"completion_ids": token_ids, "logprobs": logprobs, "env_mask": [1]}
     filled = {name: [*output[name]] for name in fillers if empty and output.get(name) is not None}

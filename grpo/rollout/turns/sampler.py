@@ -1,4 +1,4 @@
-"""What a rollout calls to have its turns sampled."""
+"""Sampler of turns, called by rollouts."""
 
 import asyncio
 import itertools
@@ -24,39 +24,39 @@ SAMPLING = frozenset(
         *("bad_words", "logit_bias", "allowed_token_ids", "structured_outputs"),
     }
 )
-"""Arguments of vLLM's `SamplingParams` that a turn may have of its own."""
+"""Arguments of vLLM's `SamplingParams` for a turn to set."""
 POLL_S = 0.2
 CURRENT: "ContextVar[Sampler | None]" = ContextVar("grpo_sampler", default=None)
-"""Of the batch that a rollout function makes, inside of that function."""
+"""Sampler of the current batch, set inside a rollout function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """What the model has said in one turn."""
+    """Result of one turn."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """Natural log, of each token, under the engine."""
+    """Natural log, for each token, by the engine."""
     finish_reason: str | None
-    """`stop`, or `length` where the limit of tokens or of the context ended it; None where `refusal` says why."""
+    """`stop`, or `length` if a limit of tokens or of the context ended it; None with a `refusal`."""
     refusal: str | None = None
-    """Why no engine took it: it is longer than the context, say."""
+    """Reason why no engine accepted it, for example a history longer than the context."""
 
 
 class BatchOver(RuntimeError):
-    """A turn was asked for of a batch that has ended."""
+    """A turn was requested of an ended batch."""
 
 
 class Sampler:
-    """One rank's turns of one batch. From any thread or event loop; not collective.
+    """Turns of one batch on a rank. From any thread or event loop; not collective.
 
     Args:
         base_seed: of the batch, see `grpo.rollout.packing.seed_base`.
         num_rows: of the rank in this batch.
-        max_model_len: tokens that an engine holds.
+        max_model_len: longest sequence of an engine, in tokens.
         first_place: of its rows, see `Ask`.
         order: see `Ask`.
-        look: called every `POLL_S` where the main thread waits for answers.
+        look: called every `POLL_S` while the main thread waits for answers.
     """
 
     def __init__(
@@ -73,25 +73,26 @@ class Sampler:
         sampling: Mapping[str, Any] | None = None,
     ) -> None:
         self.sampling = {**(sampling or {})}
-        """vLLM's arguments of all turns in place of the trainer's, but for those that a call names."""
+        """vLLM arguments of all turns, overriding the trainer's; a call may override them again."""
         self._channel, self.base_seed, self._rank, self._look = channel, base_seed, rank, look
         self.max_model_len, self._first_place, self._order = max_model_len, first_place, order
         self.asked: set[Future[Answer]] = set()
-        """Turns that are not answered."""
+        """Unanswered turns."""
         self._taken: dict[tuple[int, int | str], object] = {}
-        """Rows and turns that `sample` has brought tokens for, or is to bring."""
+        """(row, turn) of finished and pending calls of `sample`."""
         self._num_rows, self.is_over = num_rows, False
-        self._calls = itertools.count(1)  # also from several threads
+        self._calls = itertools.count(1)  # counted from several threads
         self.refused: dict[int, str] = {}
-        """By row: why no engine took its prompt, unless `sample` has asked for it anew; or a turn of `sample_all`."""
+        """Reason, by row, why its prompt was refused, unless `sample` was called again; or why a turn of `sample_all`
+        was."""
         self.engines: dict[int, int] = {}
-        """By row: who has sampled its last turn, as `grpo.rollout.packing.engine_id`."""
+        """Engine of the last turn, by row, as `grpo.rollout.packing.engine_id`."""
         self.policy_versions: dict[int, int] = {}
-        """By row: optimizer steps of the weights that have sampled its last turn."""
+        """Optimizer steps of the weights that sampled the last turn, by row."""
         self.tokens_by_version: Counter[int] = Counter()
-        """Tokens that were sampled, by optimizer steps of the weights."""
+        """Sampled tokens by optimizer steps of the weights."""
         self.counts: Counter[str] = Counter()
-        """Turns, refused ones, tokens that were sampled, tokens before them, and of these those found in a cache."""
+        """Turns, refused ones, sampled tokens, prompt tokens, and cached ones of these."""
         self.first_ask = self.last_answer = time.monotonic()
 
     async def sample(
@@ -107,20 +108,19 @@ class Sampler:
 
         Args:
             token_ids: [L], the whole history, template included.
-            row: the number of the rollout's prompt among this rank's, from 0.
-            turn: from 0; the seed follows from both, so no two calls for a row take the same, but after a refusal.
-                None: the seed follows from the row, the tokens, and how often the row had these sampled before. So
-                several turns of a row, asked for at once in any order, are the same ones in every run.
+            row: index of the rollout's prompt among this rank's, from 0.
+            turn: from 0; row and turn determine the seed, so no two calls for a row may use the same turn, except after
+                a refusal. None: the seed follows from the row, the tokens, and the number of earlier calls with these.
+                So concurrent turns of a row, in any order, are the same in every run.
             max_tokens: to sample at most; None: `max_completion_length`.
-            sampling: of `SAMPLING`, in place of the trainer's; tokens that end a completion do so beside
+            sampling: arguments in `SAMPLING`, overriding the trainer's; the trainer's end tokens apply in addition to
                 `stop_token_ids`, unless `ignore_eos` is set.
 
         Raises:
             ConnectionError: the job is ending.
             BatchOver: the batch has ended.
-            TypeError: an argument that is none of `SAMPLING`.
-            ValueError: the turn was sampled, or is being sampled, by another call: both would be the same random
-                numbers.
+            TypeError: an argument is not in `SAMPLING`.
+            ValueError: another call samples or has sampled this turn: both would use the same random numbers.
         """
         if row < 0 or (turn is not None and turn < 0):
             raise ValueError(f"row {row}, turn {turn}: both count from 0")
@@ -151,13 +151,12 @@ class Sampler:
         return self._note(answer)
 
     def sample_all(self, prompts: Sequence[Sequence[int]]) -> list[Turn]:
-        """One turn of each prompt, in a call that waits; its seed follows from the number of the call.
+        """Sample one turn of each prompt, and wait for all; the seed follows from the number of the call.
 
         Raises:
-            ValueError: no engine takes one of them, and they are not one for each row, so that nobody can say whose
-                episode it is.
+            ValueError: a prompt was refused, and prompts do not correspond to rows, so that the refusal has no row.
         """
-        turn = -next(self._calls)  # which no call of `sample` has
+        turn = -next(self._calls)  # a number no call of `sample` has
         futures = [self._ask(prompt, row, turn, {}) for row, prompt in enumerate(prompts)]
         while _is_main_thread() and wait(futures, POLL_S).not_done:
             self._look()
@@ -174,11 +173,11 @@ class Sampler:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the node has no engine now, and what is asked waits until it has one."""
+        """True if the node has no engine now; requests wait until it has one."""
         return self._channel.is_stalled
 
     def close(self) -> None:
-        """End the batch: `sample` raises `BatchOver` from now on, and turns that are not answered are cancelled."""
+        """End the batch: later `sample` calls raise `BatchOver`, and unanswered turns are cancelled."""
         self.is_over = True
         for future in [*self.asked]:
             future.cancel()
@@ -189,8 +188,8 @@ class Sampler:
                 self._look()
             return await asked
         finally:
-            if not asked.get_loop().is_closed():  # it is, where a batch that has failed is collected as garbage
-                asked.cancel()  # where this call is
+            if not asked.get_loop().is_closed():  # it is closed if a failed batch is collected as garbage
+                asked.cancel()  # because this call is cancelled
 
     def _ask(self, token_ids: Sequence[int], row: int, turn: int | str, sampling: dict[str, Any]) -> "Future[Answer]":
         if self.is_over:
@@ -212,15 +211,15 @@ class Sampler:
         return asked
 
     def _attribute(self, row: int, turn: int | str, answer: Answer) -> None:
-        """An answer to an episode of this row."""
+        """Record an answer for this row."""
         if answer.refusal is None:
             self.engines[row] = answer.engine
             self.policy_versions[row] = answer.policy_version
-            if isinstance(turn, str) or turn >= 0:  # of `sample`, whose caller knew of a refusal before: asked anew
+            if isinstance(turn, str) or turn >= 0:  # of `sample`: its caller saw an earlier refusal, and asked again
                 self.refused.pop(row, None)
             return
         self.engines.setdefault(row, REFUSED)
-        if not isinstance(turn, str) and turn <= 0:  # of a later `sample` the function is reported
+        if not isinstance(turn, str) and turn <= 0:  # the function sees the refusal of a later `sample`
             self.refused[row] = answer.refusal
 
     def _note(self, answer: Answer) -> Turn:

@@ -1,4 +1,4 @@
-"""A rank's episodes put together: who brings its turns to the engines, its seeds, and what a batch leaves."""
+"""Multi-turn rollouts of a rank put together: connection to the engines, seeds, and results of a batch."""
 
 import contextlib
 import contextvars
@@ -37,34 +37,34 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Live:
-    """A batch of episodes from its beginning until training takes it."""
+    """A batch of episodes from its start until training takes it."""
 
     planned: Planned
     at: Progress
-    """When it began."""
+    """Progress of training at its start."""
     number: int
-    """By which it has its seed."""
+    """Number that determines its seed."""
     sampler: Sampler
     tools: ToolRunner
     future: "Future[Any] | None" = None
-    """Of its episodes, if they began before training asks for them."""
+    """Future of its episodes, if started ahead of training's request."""
     result: Any = None
-    """What the future brought, once all ranks have theirs."""
+    """Result of the future, once all ranks have theirs."""
     rows: Sequence[Row] = ()
     reports: Sequence[EpisodesReport] = ()
-    """Of all ranks, then."""
+    """Reports of all ranks, afterwards."""
 
 
 class RankEpisodes:
-    """Holds a rank's episodes, batch by batch.
+    """Runs a rank's episodes, batch by batch.
 
     Args:
-        lookahead: batches that begin before training asks for them, where `Rollouts.planned` gives them.
+        lookahead: batches started ahead of training's request, if `Rollouts.planned` provides them.
         pool, broker: on the local main.
-        address: of the node's broker, elsewhere.
-        batches: gives each batch the seed that it would have had without turns.
+        address: of the node's broker, on other ranks.
+        batches: provides the seed each batch would have without turns.
         revive: see `EpisodeBatches`.
-        max_model_len: tokens that every engine of the job holds.
+        max_model_len: longest sequence of every engine of the job, in tokens.
     """
 
     def __init__(
@@ -103,32 +103,34 @@ class RankEpisodes:
         self._rollouts, self._max_model_len = rollouts, max_model_len
         self._lookahead, self._num_places = lookahead, 0
         self._ahead: deque[_Live] = deque()
-        self._let_go = weakref.finalize(self, _let_go, rollouts, self._channel)  # also of a trainer that nobody closes
+        # also of a trainer that is never closed
+        self._let_go = weakref.finalize(self, _let_go, rollouts, self._channel)
         self._let_go.atexit = False
         self._workers: dict[int, Worker] = {}
-        """Call a rollout function: what it keeps for its thread holds from batch to batch. One for each batch that may
-        be under way, and one for evaluations."""
+        """Threads for a rollout function; its thread-local state persists between batches. One for each batch that may
+        be in progress, and one for evaluations."""
         self._rolls_here = False
-        """Whether it is called in the main thread."""
+        """True if it is called in the main thread."""
         self._period, self._has_advised = Period(), False
         self.metrics: dict[str, float] = {}
-        """Of the last batch, over the job."""
+        """Metrics of the last batch, over the job."""
 
     @property
     def sampler(self) -> Sampler | None:
-        """Of the batch that a rollout function makes now, asked for inside of it or of a thread that it has."""
+        """Sampler of the current batch, for code inside a rollout function or its threads."""
         return CURRENT.get() if self._lookahead else self._taken_now
 
     @property
     def is_function(self) -> bool:
-        """Whether the user's own function holds the episodes."""
+        """True if the user's own function runs the episodes."""
         return self._rollouts.is_function
 
     def run(self, prompts: Sequence[list[int]]) -> tuple[list[Episode], ToolRunner, GenerationBatch]:
-        """An episode for each of the rank's prompts, and who ran their tools. Collective over the job.
+        """Run an episode for each of the rank's prompts; returns them with the runner of their tools. Collective over
+        the job.
 
         Raises:
-            RuntimeError: those that began before training asked for them are of other prompts.
+            RuntimeError: episodes started ahead have other prompts.
         """
         start = partial(self._rollouts.start, self._rollouts.rows_of(prompts), self._rollouts.on_end())
         live = self._take(Planned(num_rows=len(prompts), start=start, asked=lambda: [*prompts]))
@@ -137,16 +139,17 @@ class RankEpisodes:
     def roll_out(
         self, func: Callable[[], dict[str, Any]], prompts: Sequence[Any]
     ) -> tuple[dict[str, Any], GenerationBatch]:
-        """What a function of the user's gives TRL: `prompt_ids`, `completion_ids`, `logprobs` and more. Collective.
+        """Run a rollout function of the user's; returns its output for TRL: `prompt_ids`, `completion_ids`, `logprobs`
+        and more. Collective.
 
-        A row for which it gives a text in `failed` is left out, as one is that no engine took.
+        A row with a text in `failed` is left out, like a refused one.
 
         Args:
-            prompts: of the rank's rows, as TRL gives them to the function.
+            prompts: of the rank's rows, as TRL passes them to the function.
 
         Raises:
-            RuntimeError: as for `run`.
-            ValueError: it gives something else, or not one of each for each row.
+            RuntimeError: as in `run`.
+            ValueError: the output has another form, or not one entry for each row.
         """
         live = self._take(Planned(num_rows=len(prompts), func=func, asked=lambda: [*prompts]))
         return live.result, self._taken(live)
@@ -166,10 +169,10 @@ class RankEpisodes:
             extra=EVERY_RANK,
         )
 
-    # -- a batch, before training asks for it and when it does ----------------------------------------------------
+    # -- a batch, before training requests it and afterwards ------------------------------------------------------
 
     def _sample_ahead(self, now: Progress) -> None:
-        """Begin as many batches of those that follow as the lookahead has it."""
+        """Start the following batches, up to the lookahead."""
         if now.mode != "train" or not self._lookahead:
             return
         cause = f"environments of a batch ahead are not made within {self._limits.batch_s:g} s (rollout_timeout)"
@@ -183,12 +186,12 @@ class RankEpisodes:
                 live.future = self._begin(live)
 
     def wait(self) -> None:
-        """Until all batches that were begun before training asks for them have ended. Collective over the job."""
+        """Wait until all batches started ahead have ended. Collective over the job."""
         for live in self._ahead:
             self._collect(live)
 
     def drop(self) -> None:
-        """Forget what was begun before training asks for it. Not collective."""
+        """Drop batches started ahead. Not collective."""
         while self._ahead:
             live = self._ahead.popleft()
             if live.future is not None:
@@ -241,7 +244,7 @@ class RankEpisodes:
         return live
 
     def _collect(self, live: "_Live") -> None:
-        """Until it has ended on all ranks. Collective over the job."""
+        """Wait until it has ended on all ranks. Collective over the job."""
         if live.reports:
             return
         begun = time.monotonic()
@@ -281,7 +284,7 @@ class RankEpisodes:
             live.sampler.close()
 
     def _taken(self, live: "_Live") -> GenerationBatch:
-        """Training goes on with it, and engines with those that follow."""
+        """Return a batch for training, and start the next ones."""
         self.metrics = episode_metrics(live.reports)
         if not self._has_advised and (advice := serial_tools(live.reports)) is not None:
             self._has_advised = True
@@ -303,7 +306,8 @@ class RankEpisodes:
         )
 
     def delivered(self) -> None:
-        """All engines of the job have new weights. On every rank, before the local main's pool takes the engines up."""
+        """Record a weight sync to all engines of the job. On every rank, before the local main's pool takes the engines
+        up."""
         if self._broker is not None:
             self._broker.deliveries += 1
         self._channel.delivered()
@@ -348,7 +352,7 @@ class RankEpisodes:
         )
 
     def _newer_tokens(self, live: "_Live") -> int:
-        """Added up over its tokens: policy versions since it began. They are equally many optimizer steps apart."""
+        """Policy versions gained since its start, summed over its tokens, assuming equal steps between versions."""
         now, begun = self._batches.now(), live.at
         a_step = (now.versions - begun.versions) / max(1, now.step - begun.step)
         counts = live.sampler.tokens_by_version
@@ -356,7 +360,7 @@ class RankEpisodes:
 
 
 def _call(func: Callable[[], Result], *, in_main_thread: bool) -> Result:
-    """A rollout function, where it is called."""
+    """Call a rollout function."""
     with (
         contextlib.nullcontext() if in_main_thread else noticing_main_thread(),
         own_streams("rollout_func"),
@@ -366,6 +370,6 @@ def _call(func: Callable[[], Result], *, in_main_thread: bool) -> Result:
 
 
 def _let_go(rollouts: Rollouts, channel: TurnChannel) -> None:
-    """Ends the threads of both, and those of the broker that serve this channel."""
+    """End the threads of both, and the broker's threads for this channel."""
     rollouts.close()
     channel.close()

@@ -1,4 +1,4 @@
-"""Tools that a model calls: code of the user's, which may raise, return anything, or not return at all."""
+"""Tool calls of the model: users' code, which may raise, return anything, or never return."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from grpo.rollout.turns.main_calls import MainThread
 from grpo.rollout.turns.turnstile import Turnstile
 
 HANGS = "an earlier call has not returned"  # an environment may be in any state
-MAX_DECLARED = 64  # calls at a time of tools that are declared for threads, where no number is given
+MAX_DECLARED = 64  # concurrent calls of tools declared for threads, if no number is given
 
 
 class TooManyAbandoned(RuntimeError):
@@ -27,23 +27,24 @@ class TooManyAbandoned(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolbox:
-    """What one episode may call, by name."""
+    """Tools of one episode, by name."""
 
     sync: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     asynchronous: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 class ToolRunner:
-    """Runs the tool calls of a rank's episodes, inside of an event loop.
+    """Runs the tool calls of a rank's episodes, inside an event loop.
 
     Args:
-        timeout_s: of a call. One that takes longer is interrupted in the main thread, and left alone elsewhere; the
-            model is told that it failed.
+        timeout_s: limit of a call. A longer one is interrupted in the main thread, and abandoned elsewhere; the model
+            receives an error.
         main: runs calls of synchronous tools, in TRL's order.
-        max_threads: None: those that are declared for it run in threads. A number: all of them do, so many at a time;
-            calls that were left alone do not count. With 1 it is the same thread for all calls, but of environments.
-        max_abandoned: calls that may take too long over the run.
-        say: tells the user of one that did.
+        max_threads: None: only tools declared for threads run in threads. A number: all of them do, with at most this
+            many calls at a time; abandoned calls do not count. With 1 all calls share one thread, except those of
+            environments.
+        max_abandoned: calls that may exceed the limit over the run.
+        say: called with a message for the user about one that did.
         prepare: called first in each thread.
     """
 
@@ -59,9 +60,9 @@ class ToolRunner:
     ) -> None:
         self.timeout_s, self.main = timeout_s, main
         self.counts: Counter[str] = Counter()
-        """Of the batch: calls, those that failed, and of these those that took too long."""
+        """Counts of the batch: calls, failed ones, and abandoned ones of these."""
         self.running: dict[int, str] = {}
-        """What runs now, by a number of no meaning."""
+        """Running calls, by an arbitrary number."""
         self._max_abandoned, self._say = max_abandoned, say
         self._abandoned: list[str] = []
         self._numbers = itertools.count()
@@ -72,17 +73,17 @@ class ToolRunner:
         self._idle: list[Worker] = []
         self._reported: set[str] = set()
         self.hanging_rows: set[int] = set()
-        """Of the batch, in which a call took too long."""
+        """Rows of the batch with an abandoned call."""
 
     def begin(self, num_rows: int) -> "ToolRunner":
-        """For a new batch, beside others that are under way: with counts, hanging rows and an order of its own. Each
+        """Make a runner for a new batch, beside others in progress: with its own counts, hanging rows and order. Each
         row leaves its `turnstile` when it has ended."""
         batch = copy.copy(self)
         batch.counts, batch.hanging_rows, batch.turnstile, batch.running = Counter(), set(), Turnstile(num_rows), {}
         return batch
 
     async def run(self, calls: Sequence[Mapping[str, Any]], toolbox: Toolbox, row: int) -> list[Message]:
-        """The tool messages that answer an assistant's calls, in TRL's order (1.16): asynchronous ones last.
+        """Run an assistant's calls; return the tool messages, in TRL's order (1.16): asynchronous ones last.
 
         Synchronous calls of an episode run one after the other, asynchronous ones together.
         """
@@ -158,7 +159,7 @@ class ToolRunner:
             with self._noted(name, row), own_streams(f"tool {name}"):
                 finished, _ = await asyncio.wait([call], timeout=self.timeout_s)
         finally:
-            call.cancel()  # which it may not heed; if it still runs
+            call.cancel()  # it may ignore that; in case it still runs
         if not finished:
             return self._too_slow(name, row, "it is left alone")
         return self._outcome(name, call)
@@ -168,16 +169,14 @@ class ToolRunner:
             return self._failed("cancelled")
         if (raised := done.exception()) is None:
             return done.result()
-        if (
-            name not in self._reported
-        ):  # the model hears of it each time, the user once: it may be the tool that is wrong
+        if name not in self._reported:  # the model gets each error, the user one per tool: the tool may be wrong
             self._reported.add(name)
             self._say(f"WARNING: tool {name} raised {type(raised).__name__}: {_shown(raised)}; the model hears of it")
         return self._failed(_shown(raised))
 
     @contextlib.contextmanager
     def _noted(self, name: str, row: int) -> Iterator[None]:
-        """While a call runs it can be named."""
+        """List a call in `running` during a `with` block."""
         number = next(self._numbers)
         self.running[number] = f"tool {name} of row {row}"
         try:
@@ -210,7 +209,7 @@ class ToolRunner:
                     f"tool {name} returned a part of type {min(other)!r} [GRPO-617]: local mode takes text from tools; "
                     "let it return text, or a description of what there is to see"
                 )
-            return result  # blocks, as TRL takes them
+            return result  # content blocks, as TRL expects
         try:
             return _text(str(result))
         except Exception as error:  # noqa: BLE001  the user's own __str__
@@ -222,7 +221,7 @@ def _name(call: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """In words that every screen and tokenizer takes; the model may have said them."""
+    """Convert to text safe for any screen and tokenizer; the model may have written it."""
     try:
         return _text(str(value))
     except Exception:  # noqa: BLE001  the user's own __str__
@@ -230,5 +229,5 @@ def _shown(value: Any) -> str:
 
 
 def _text(text: str) -> str:
-    """Without what is no Unicode: half of a surrogate pair, bytes that are no UTF-8 (`errors="surrogateescape"`)."""
+    """Replace invalid Unicode: lone surrogates, and non-UTF-8 bytes (`errors="surrogateescape"`)."""
     return text.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""The order in which rows call tools that run in the main thread: TRL's."""
+"""Order of main-thread tool calls among rows, as in TRL."""
 
 import asyncio
 import contextlib
@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 
 
 class Turnstile:
-    """Lets the rows of a batch through one at a time, once for each of their messages that calls tools.
+    """Admits the rows of a batch one at a time, once for each message with tool calls.
 
-    TRL's loop (1.16) runs all rows' calls, in row order, between two turns of all. So a row waits until each row before
-    it has called as often as it is about to, and each one behind it once less, or has ended: where rows 0, 1 and 2 have
-    two messages with calls, none and one, the order is 0, 2, 0.
+    TRL's loop (1.16) runs all rows' calls, in row order, between two turns of all. So the k-th call of a row waits for
+    the k-th calls of earlier rows and the (k-1)-th calls of later rows; ended rows do not count. Example: rows 0, 1 and
+    2 have two, none and one message with calls; the order is 0, 2, 0.
 
-    In one event loop.
+    For one event loop.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -21,10 +21,10 @@ class Turnstile:
 
     @contextlib.asynccontextmanager
     async def turn(self, row: int, *, waits: bool) -> AsyncIterator[None]:
-        """A message of this row's.
+        """Admit a message of this row.
 
         Args:
-            waits: False: none of its calls runs in the main thread, so that the order of others does not concern it.
+            waits: False: none of its calls runs in the main thread, so it need not wait for its turn.
         """
         try:
             if waits and self._first() != row:
@@ -38,7 +38,7 @@ class Turnstile:
             self._open()
 
     def leave(self, row: int) -> None:
-        """The row calls no more tools."""
+        """Remove a row without further tool calls."""
         self._passed.pop(row, None)
         self._open()
 
