@@ -108,7 +108,7 @@ class Scoring:
 
     @property
     def starts_ahead(self) -> bool:
-        """Whether a function may score completions of a batch that training has not asked for."""
+        """True if a function may score completions of a batch that training has not asked for."""
         return any(function.scores_ahead and function.runs_beside for function in self._own())
 
     def of_batch_ahead(self, rows: Rows, groups: Sequence[Sequence[int]]) -> "Scoring":
