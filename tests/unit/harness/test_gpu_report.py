@@ -38,7 +38,7 @@ def test_the_report_tells_what_ran_and_what_did_not() -> None:
         "## What ran: 1 passed, 1 FAILED, 1 did not end, 1 not run",
         "What the tests take by estimate, by the GPUs that they need: 1 GPU 10 s, 2 GPUs 1 h 8 min, 4 GPUs 0 s.",
         "2 min in all; 1 h 8 min by estimate.",
-        "| 1 | `t.py::test_a` | passed | 1.2 | 10 | weight sync 0.0123 s; x 15,200 B |",
+        "| 1 | `t.py::test_a` | passed | 1.2 | 10 | sync 0.0123 s; x 15,200 B |",
         "| 2 | `t.py::test_b` | FAILED: assert 1 == 2 / 3 | 100.0 | 90 |  |",
         "| 2 | `t.py::test_c` | began, and did not end | 0.0 | 4000 |  |",
         "### `t.py::test_b`",
