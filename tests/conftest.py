@@ -1,5 +1,6 @@
 """Fixtures that several tiers share; and a failed test keeps its logs."""
 
+import atexit
 import gc
 import os
 import signal
@@ -21,6 +22,7 @@ def pytest_collection_finish() -> None:
     """Keep what the libraries' imports have made out of every collection: half a second of a core for each trainer."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else triton complains of what is left at the end
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,8 +1,10 @@
 """Faster, quieter imports of large libraries: garbage collection paused, messages without use for the user silenced."""
 
+import atexit
 import contextlib
 import gc
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -15,8 +17,9 @@ def importing() -> Iterator[None]:
     """Context manager around the import of TRL or vLLM and their dependencies.
 
     Pauses Python's garbage collector: it would scan all imported objects over and over, and find next to nothing.
+    Later collections skip them too, unless torch was imported before: a model made by then must stay collectable.
     """
-    was_on = gc.isenabled()
+    was_on, can_freeze = gc.isenabled(), "torch" not in sys.modules
     gc.disable()
     try:
         with reading_packages_once():
@@ -26,6 +29,9 @@ def importing() -> Iterator[None]:
             raise ImportError(f"{unfit} [GRPO-216]") from error
         raise
     finally:
+        if can_freeze:
+            gc.freeze()
+            atexit.register(gc.unfreeze)  # else triton complains of what is left at the end
         if was_on:
             gc.enable()
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo.groups.node_groups import NodeGroups
-from grpo.place.wire import Wire
 from grpo.rollout.packing import Completions, Request, concat_completions, split_completions
 
 TOLERANCE = 0.05  # normal variation of a node's tokens/s between batches; smaller differences move nothing
@@ -86,16 +85,6 @@ def plan_moves(
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Offer(Wire):
-    """Load of one node."""
-
-    sizes: tuple[int, ...]
-    """Completions of each new request."""
-    owed: int
-    """Unfinished completions of earlier batches in its engines."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shares:
     """Distribution of a batch's requests, as seen by one node."""
@@ -135,12 +124,12 @@ class NodeBalance:
         Args:
             owed: unfinished completions of earlier batches in this node's engines, whichever node requested them.
         """
-        offer = _Offer(sizes=tuple(request.n for request in requests), owed=owed)
-        offers = self._groups.all_gather_between_nodes(offer, _Offer)
-        backlog = [each.owed for each in offers]
+        offer = [request.n for request in requests], owed
+        offers = self._groups.all_gather_between_nodes(offer, tuple[list[int], int])
+        backlog = [each for _, each in offers]
         self._smoothing = BACKLOG_SMOOTHING if any(backlog) else SMOOTHING
         speeds = self._tokens_per_s if all(self._tokens_per_s) else self._engines
-        moves = plan_moves([each.sizes for each in offers], speeds, backlog)
+        moves = plan_moves([sizes for sizes, _ in offers], speeds, backlog)
         if not moves:
             return Shares(asked=requests, moves=[], sampled=requests)
         mine = [move for move in moves if move.source == self._node]

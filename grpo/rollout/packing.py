@@ -47,6 +47,11 @@ FileBytes = Annotated[
 ]
 
 
+def as_words(data: bytes) -> np.ndarray:
+    """Bytes as [.] int32, with zeros at the end."""
+    return np.frombuffer(data + bytes(-len(data) % 4), np.int32)
+
+
 def engine_id(node: int, engine: int) -> int:
     """Unique id of an engine within the job."""
     return node * _ENGINES_OF_A_NODE + engine

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo.model.pictures import encoded, shared
 from grpo.place.wire import Wire
-from grpo.rollout.packing import PackedRows, Request, TokenIds, concat_rows, pack_rows, unpack_rows
+from grpo.rollout.packing import PackedRows, Request, TokenIds, as_words, concat_rows, pack_rows, unpack_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,7 +78,7 @@ class Prompts:
             expanded={row: each.expanded for row, each in self.pictured.items()},
         )
         text = head.dumps().encode()
-        return np.concatenate([self.rows.to_message(), [len(text)], _words(text + b"".join(files))], dtype=np.int32)
+        return np.concatenate([self.rows.to_message(), [len(text)], as_words(text + b"".join(files))], dtype=np.int32)
 
     @staticmethod
     def from_message(message: np.ndarray) -> "Prompts":
@@ -142,8 +142,3 @@ def collapse(
         )
         for start, stop in pairwise([*starts, len(token_ids)])
     ]
-
-
-def _words(data: bytes) -> np.ndarray:
-    """Bytes as [.] int32, padded with zeros."""
-    return np.frombuffer(data + bytes(-len(data) % 4), np.int32)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo.groups.node_groups import NodeGroups
-from grpo.place.wire import Wire
-from grpo.rollout.packing import Completions, concat_completions, split_completions
+from grpo.place.wire import from_json, to_json
+from grpo.rollout.packing import Completions, as_words, concat_completions, split_completions
 
 
 def flat_groups(rewards: np.ndarray) -> np.ndarray:
@@ -44,13 +44,6 @@ def chosen_groups(is_flat: np.ndarray, num_groups: int) -> np.ndarray:
     return np.sort(by_worth[:num_groups])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Texts(Wire):
-    """Data of rows beside their tokens, as JSON."""
-
-    texts: list[str]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DealtRows:
     """Rows of a rank."""
@@ -61,9 +54,8 @@ class DealtRows:
 
     def to_message(self) -> np.ndarray:
         """[.] int32: the completions, the length of the texts in bytes, the texts."""
-        data = _Texts(texts=self.texts).dumps().encode()
-        words = np.frombuffer(data + bytes(-len(data) % 4), np.int32)
-        return np.concatenate([self.completions.to_message(), [len(data)], words], dtype=np.int32)
+        data = to_json(self.texts, list[str]).encode()
+        return np.concatenate([self.completions.to_message(), [len(data)], as_words(data)], dtype=np.int32)
 
     @staticmethod
     def from_message(message: np.ndarray) -> "DealtRows":
@@ -71,7 +63,7 @@ class DealtRows:
         completions = Completions.from_message(message)
         begin = 1 + 3 * completions.num_completions + 2 * len(completions.token_ids)
         data = message[begin + 1 :].tobytes()[: int(message[begin])]
-        return DealtRows(completions=completions, texts=_Texts.loads(data).texts)
+        return DealtRows(completions=completions, texts=from_json(data, list[str]))
 
     def one_by_one(self) -> "list[DealtRows]":
         each = split_completions(self.completions, [1] * self.completions.num_completions)

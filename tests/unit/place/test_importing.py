@@ -2,6 +2,8 @@
 
 import gc
 import importlib.metadata
+import subprocess
+import sys
 
 import pytest
 
@@ -54,3 +56,22 @@ def test_packages_that_do_not_fit_torch_are_named_where_an_import_fails(monkeypa
         raise ModuleNotFoundError("Could not import module 'BloomPreTrainedModel'")
     with pytest.raises(ValueError, match="another"), importing():
         raise ValueError("another")
+
+
+COUNTED = """
+import gc, sys
+from grpo.place.importing import importing
+sys.modules |= dict.fromkeys({before!r})
+kept = [[] for _ in range(1000)]
+with importing():
+    pass
+print(gc.get_freeze_count() >= 1000)
+"""
+
+
+@pytest.mark.parametrize(("before", "is_frozen"), [((), True), (("torch",), False)])
+def test_the_collector_leaves_out_what_is_there_unless_torch_was_before(
+    before: tuple[str, ...], is_frozen: bool
+) -> None:
+    run = [sys.executable, "-c", COUNTED.format(before=before)]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.split() == [str(is_frozen)]
