@@ -2,7 +2,7 @@
 
 `python tiny_job.py SETTINGS.json`: model, output_dir, `config` for `GRPOConfig`, `lora` for `LoraConfig`, `hold`
 `four_bits` for `BitsAndBytesConfig`, `hold`
-names what to slow down so that a test can strike in the middle of it: "weight sync", "train", or "generation-2", the
+names what to slow down so that a test can strike in the middle of it: "sync", "train", or "generation-2", the
 one after two optimizer steps, which goes on when the test writes `<output_dir>/go-on`. "reward-error-5": rank 1's
 reward raises after five. "stale-3": the batch after three steps is sampled with the weights of the
 one before. Writes `<output_dir>/ranks/<rank>.json` with pids, and `<output_dir>/at-<phase>` files when a phase

@@ -190,7 +190,7 @@ def test_engines_that_die_hold_up_both_nodes_and_come_back(balanced: Job) -> Non
     state = json.loads((job.output_dir / "run_state.json").read_text())
     deaths = [
         ("after step 2: engine 0 of node 0 (", r"phase 'generate' \(engine 0 of node 0 .* signal 9 \[GRPO-406\]\)"),
-        ("after step 4: engine 0 of node 1 (", "phase 'weight sync"),
+        ("after step 4: engine 0 of node 1 (", "phase 'sync"),
     ]
     for reported, (begin, why) in zip(state["restarts"], deaths, strict=True):
         assert reported.startswith(begin), reported

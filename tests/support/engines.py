@@ -59,7 +59,7 @@ class Script:
     asked: Counter[str] = field(default_factory=Counter)
     samples: list[Sample] = field(default_factory=list)
     story: list[tuple] = field(default_factory=list)
-    """("weight sync", version) and ("abort",), in order; tests add their own."""
+    """("sync", version) and ("abort",), in order; tests add their own."""
     started: list["ScriptedEngine"] = field(default_factory=list)
 
     def start(
