@@ -1,9 +1,8 @@
-"""`GRPOTrainer`: TRL's, generating on the node's own engines.
+"""`GRPOTrainer`: TRL's trainer, which generates with the node's own engines.
 
 The loop is TRL's and reads like the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300): sample a group of
-completions per prompt, score them, train on their advantages, sync the new weights. Each step of TRL's and of
-transformers' that something is done around stands here once, with what is done and in which order. The parts that do
-it are plain objects (`grpo.seam`).
+completions per prompt, score them, train on their advantages, sync the new weights. Each overridden method of TRL or
+transformers stands here once, and shows the work around it in order. The work is done by plain objects (`grpo.seam`).
 """
 
 from collections.abc import Callable, Sequence
@@ -35,9 +34,12 @@ from grpo.seam.start import own_args, start
 class GRPOTrainer(TRLTrainer):
     """TRL's `GRPOTrainer` with the same arguments; `args` is a `grpo.GRPOConfig`, which is copied.
 
-    In local mode every rank of the job makes one at the same time, from the main thread. FSDP is refused there, and of
-    quantised models all but four bits below LoRA; of a multimodal model the text part is trained, unless the data have
-    images.
+    In local mode all ranks of the job construct it at the same time, in the main thread. Local mode refuses FSDP, and
+    quantised models other than four bits with LoRA. Of a multimodal model only the text part is trained, unless the
+    data set has images.
+
+    Args:
+        prompt_order: returns an epoch's row numbers in order, given its number.
     """
 
     start_engine: ClassVar[StartEngine] = EngineClient
@@ -72,21 +74,24 @@ class GRPOTrainer(TRLTrainer):
         self.remove_callback(PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """As TRL's; a failure on any rank raises on every rank that can raise, with one record. Ends the process with
-        exit code 0 when it was asked to stop, so that no script goes on to save a half-trained model.
+        """Train as TRL's trainer does. Ends the process with exit code 0 if asked to stop, so that no script goes on to
+        save a half-trained model. Collective over the job.
 
         Args:
             resume_from_checkpoint: a complete checkpoint; True or "auto" for the newest complete one in `output_dir`,
-                where "auto" starts afresh if there is none. None: what `args.resume_from_checkpoint` says.
+                where "auto" starts afresh if there is none. None for `args.resume_from_checkpoint`.
+
+        Raises:
+            JobFailed: on every rank that can raise, with one record, if any rank has failed.
         """
         train, parts = super().train, self._parts
         with parts.run.guarded("train"), parts.run.recording_failures(self.args.output_dir), closing(parts.screen):
             self._last_loaded_step = -1  # else TRL leaves out the first weight sync of a second `train`
-            self.remove_callback(StepEnds)  # of an earlier `train`; it comes behind the user's
+            self.remove_callback(StepEnds)  # left by an earlier `train`; it must follow the user's callbacks
             self.add_callback(StepEnds(parts.run, [parts.resuming.begins, parts.timing.begins], self._after_step))
             try:
                 if self._local is not None:
-                    self._local.forget_sent()  # whatever happened to frozen weights since the last one
+                    self._local.forget_sent()  # frozen weights may have changed since the last `train`
                 return parts.resuming.train(resume_from_checkpoint, partial(train, **kwargs))
             finally:
                 if self._local is not None:
@@ -105,7 +110,7 @@ class GRPOTrainer(TRLTrainer):
     # -- a step: sample, score, train ----------------------------------------------------------------------------------
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """A micro-batch, of a generation batch that is made where the last one is used up."""
+        """Return a micro-batch; sample a new generation batch if the last one is used up."""
         parts, before = self._parts, self._parts.view.batch_in_use
         inputs = super()._prepare_inputs(parts.pictures.listed(generation_batch))
         return inputs if parts.view.batch_in_use is before else parts.trimming.trim(inputs)
@@ -124,7 +129,7 @@ class GRPOTrainer(TRLTrainer):
         return scored
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """Sample; with spare groups, more than is trained on. Rewards begin as completions come."""
+        """Sample completions; with spare groups, more than are trained on. Rewards start as completions arrive."""
         if self._local is None:
             return super()._generate(prompts)
         parts = self._parts
@@ -139,11 +144,11 @@ class GRPOTrainer(TRLTrainer):
         return self._parts.pictures.tokenize(super()._tokenize_prompts, prompts)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Sync the weights where they have changed, then ask the engines for completions: TRL calls `LocalVLLM`."""
+        """Sync changed weights, then request completions from the engines: TRL calls `LocalVLLM`."""
         if self._local is None:
             return super()._generate_single_turn(*args, **kwargs)
         with profiling_context(self, "vLLM.generate"):
-            self._local.rest_for_weights()  # here, so that TRL's timer of the weight sync does not count it
+            self._local.rest_for_weights()  # here, so that TRL's timer of the weight sync leaves it out
         completions = super()._generate_single_turn(*args, **kwargs)
         self._parts.records.note_sampling()
         return completions
@@ -180,7 +185,7 @@ class GRPOTrainer(TRLTrainer):
         return found
 
     def _after_step(self, control: TrainerControl) -> None:
-        """Behind each optimizer step, and the callbacks of the user's. Collective."""
+        """End an optimizer step, after the user's callbacks. Collective."""
         parts = self._parts
         if self._local is not None:
             parts.view.note_metrics(self._local.startup.first_step())
@@ -229,21 +234,29 @@ class GRPOTrainer(TRLTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = PREFIX
     ) -> dict[str, float]:
-        """As TRL's, of the weights that the model holds now; fails as `train` does."""
+        """Evaluate the model's present weights as TRL's trainer does. Collective; raises as `train` does."""
         evaluate = partial(super().evaluate, eval_dataset, ignore_keys, metric_key_prefix)
         return self._parts.evaluation.evaluate(eval_dataset, metric_key_prefix, evaluate)
 
     def agent_batch(self, prompts: Sequence[Any]) -> AgentBatch:
-        """What `grpo.agents` needs of the batch that is being made, whose prompts TRL gives to a rollout function."""
+        """Return the batch being sampled for `grpo.agents`.
+
+        Args:
+            prompts: this rank's prompts, as TRL passes them to a rollout function.
+
+        Raises:
+            TypeError: not in local mode, so there are no engines.
+        """
         return self._parts.episodes.agent_batch(prompts)
 
     @property
     def first_step(self) -> int:
-        """Optimizer steps that earlier attempts have done."""
+        """Number of optimizer steps done by earlier attempts."""
         return self._parts.resuming.first_step
 
     def close(self) -> None:
-        """End this node's engines and leave the output folder; otherwise they go with this object or the process."""
+        """End this node's engines and free the output folder. Without it, both happen when this object or the process
+        ends."""
         if self._local is not None:
             self._local.close()
         self._parts.timing.close()

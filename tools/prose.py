@@ -46,8 +46,6 @@ NO_SUBJECT = re.compile(
     r"\s*(how|its?|of|that|they|those|what|when|where|whether|which|who|whom|whose|why)\b", re.IGNORECASE
 )
 """First words that are neither a verb nor a noun: no docstring begins with one."""
-WITH_OLD_STARTS = ("grpo/seam/", "grpo/trainer.py")
-"""Files whose docstrings may still begin with one; their words count in the rates."""
 
 NOT_PROSE = re.compile(r"^```.*?^```|`[^`]+`|<!--.*?-->|(?<=\])\([^)\s]*\)|https?://[^\s)]+", re.S | re.M)
 
@@ -157,7 +155,7 @@ def check_docstrings(root: Path, *, by_file: bool) -> Iterator[str]:
     print(row("docstrings", total(counts)))
     for name, texts in found.items():
         for line, text in texts:
-            if not name.startswith(WITH_OLD_STARTS) and (word := bad_start(text)):
+            if word := bad_start(text):
                 yield f'{name}:{line}: a docstring begins with a verb or a noun, not with "{word}"'
     yield from (f"docstrings: {each}" for each in broken_rates(total(counts), least_rates={}))
 

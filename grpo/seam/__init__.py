@@ -1,5 +1,5 @@
-"""Around TRL's trainer: plain objects, to each of which `GRPOTrainer` routes the steps of TRL that it has to do with.
+"""Code around TRL's trainer: plain objects that `GRPOTrainer` calls before, after or instead of TRL's steps.
 
-`trainer` alone imports it; it may import everything below.
-It must not know how weights travel, or how an engine works: it hands on what TRL asks for.
+Only `trainer` imports it; it may import everything below.
+It must not know how weights travel or how an engine works: it forwards TRL's calls.
 """

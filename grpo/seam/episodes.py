@@ -1,4 +1,4 @@
-"""Tools, environments and rollout functions, on the node's own engines."""
+"""Tools, environments and rollout functions with the node's own engines."""
 
 import contextlib
 import functools
@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 def environments_in_threads(factories: Any, args: Any) -> Any:
-    """`environment_factory` as TRL is given it: its environments live where `max_tool_threads` says."""
+    """Return `environment_factory` for TRL; its environments run in threads if `max_tool_threads` is set or they are
+    marked for it."""
     prepare = partial(use_device, args.device)
     return in_their_threads(factories, of_all=args.max_tool_threads is not None, prepare=prepare)
 
@@ -39,7 +40,7 @@ def environments_in_threads(factories: Any, args: Any) -> Any:
 def together(
     func: Callable[..., dict[str, Any]], view: TrainerView, note_sampling: Callable[[], None]
 ) -> Callable[..., dict[str, Any]]:
-    """A rollout function as TRL is given it: one that the other ranks know of.
+    """Wrap a rollout function for TRL: all ranks run it together, and a failure on one rank ends it on all.
 
     Args:
         note_sampling: called when a batch is sampled.
@@ -54,13 +55,14 @@ def together(
 
 
 class Episodes:
-    """A rank's episodes with the node's engines, which it may ask as often as it likes.
+    """A rank's episodes: any number of requests each to the node's engines.
 
-    TRL keeps its `tools` and calls its tool loop, which is given the episodes: tools decide on chat template, schema
-    and metrics, and TRL's way for a `rollout_func` has no images (1.16).
+    TRL keeps its `tools` and calls its tool loop, which returns the finished episodes: TRL chooses chat template,
+    schema and metrics by its tools, and its path for a `rollout_func` has no images (1.16).
 
     Args:
-        func: the rollout function as the user gave it, where there is one; `tools`, as well.
+        func: the user's rollout function, or None.
+        tools: the user's tools.
     """
 
     def __init__(
@@ -82,13 +84,13 @@ class Episodes:
 
     @functools.cached_property
     def rollouts(self) -> Rollouts | None:
-        """What makes several turns of a prompt, or calls a rollout function, or brings each completion to rewards that
-        wait for it; None where a rank's completions come all at once. Once TRL has made the trainer."""
+        """Runner of episodes: of several turns, of a rollout function, or of single completions scored as they end.
+        None if all completions of a rank arrive together. Available once TRL has made the trainer."""
         view, args, func, scoring = self._view, self._view.args, self._func, self._rewards.scoring
         is_early = scoring.starts_ahead if args.generation_lookahead else scoring.starts_early
         if (not is_early or args.balances_nodes) and not view.tools and func is None:
             return None
-        me: Any = weakref.proxy(self)  # what ends a trainer that nobody closes holds the rollouts
+        me: Any = weakref.proxy(self)  # the finalizer of a trainer that is never closed holds the rollouts
         prepare = partial(use_device, view.accelerator.device)
         return Rollouts(
             limits=self._limits,
@@ -114,7 +116,7 @@ class Episodes:
     def _say(self) -> Callable[[str], None]:
         return partial(_log.warning, "rank %d: %s", self._view.accelerator.process_index, extra=EVERY_RANK)
 
-    # -- messages and tokens, as TRL has them (1.16) ------------------------------------------------------------------
+    # -- messages and tokens, as in TRL (1.16) ------------------------------------------------------------------------
 
     def parse(self, token_ids: list[int], *, prefix: list[int], schema: Any) -> Message:
         """See `Template`."""
@@ -144,7 +146,7 @@ class Episodes:
         )
 
     def _row(self, row: int, token_ids: list[int]) -> EpisodeRow:
-        """Of the batch that is being made; tools as TRL finds them (1.16)."""
+        """Return a row of the batch being sampled; its tools are found as in TRL (1.16)."""
         environments = self._view.environments
         tools = [*self._tools, *(methods(environments[row]) if environments else ())]
         return EpisodeRow.of(token_ids, toolbox(tools) if self._view.tools else None, tools)
@@ -162,11 +164,15 @@ class Episodes:
     def agent_batch(
         self, prompts: Sequence[Any], rows: Sequence[Any] | None = None, sampler: Sampler | None = None
     ) -> AgentBatch:
-        """What `grpo.agents` needs of the batch that is being made.
+        """Return the batch being sampled, or another one, for `grpo.agents`.
 
         Args:
-            prompts: of this rank's rows, as TRL gives them to the rollout function.
-            rows, sampler: of another batch.
+            prompts: this rank's prompts, one per row, as TRL passes them to the rollout function.
+            rows: the other batch's rows of the data set; None for the batch being sampled.
+            sampler: the other batch's sampler; None for the batch being sampled.
+
+        Raises:
+            TypeError: not in local mode, so there are no engines.
         """
         view, args, watch = self._view, self._view.args, self._run.watch
         if watch is None:
@@ -196,8 +202,8 @@ class Episodes:
 
     @contextlib.contextmanager
     def of_batch(self) -> Iterator[None]:
-        """While a batch is made: `reset` has a deadline, and an environment of which a call still runs is not used
-        again."""
+        """Limit the time of `reset` while a batch is sampled. Environments with a call still running at the batch's end
+        are replaced."""
         watch = self._run.watch
         if self._view.environment_factories is None or watch is None:
             yield
@@ -214,7 +220,7 @@ class Episodes:
                 self._replace_hanging()
 
     def end_resets(self) -> None:
-        """The batch's environments are reset."""
+        """End the time limit: the batch's environments are reset."""
         self._resetting.close()
 
     def _replace_hanging(self) -> None:
@@ -227,7 +233,7 @@ class Episodes:
             pool[:] = [each for each in pool if not any(each is other for other in hanging)]  # TRL makes others
 
     def taken(self, completions: Any) -> Any:
-        """What TRL's tool loop returns, of episodes that the first turn was a part of."""
+        """Return the finished episodes in the form of TRL's tool loop."""
         episodes, tools = self._view.engines.last_episodes
         assert tools is not None, "they were had"
         return as_trl_takes_them(episodes, completions, tools.counts)

@@ -1,7 +1,7 @@
-"""Episodes of generation batches that training has not asked for yet: rows, tools, environments lent to them.
+"""Episodes of later generation batches: their rows, their tools, and the environments lent to them.
 
-With `generation_lookahead` they go on while the main thread trains, so nothing of them runs there: tools are
-asynchronous or run in threads, environments live in threads of their own, and rollout functions may run there, too.
+With `generation_lookahead` they run while the main thread trains, and so outside of it: tools are asynchronous or run
+in threads, environments live in threads of their own, and rollout functions run in threads as well.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from grpo.seam.view import TrainerView
 
 
 class EpisodesAhead:
-    """Plans episodes of batches that follow.
+    """Planner of the episodes of later batches.
 
     Args:
-        tools: those that are the same for all rows.
-        func: the rollout function, where there is one.
-        start: begins episodes of these rows.
-        agent_batch: what a function that is `grpo.agents` is given, of these prompts and rows.
+        tools: tools of all rows.
+        func: the rollout function, or None.
+        start: starts the episodes of these rows.
+        agent_batch: returns the batch of these prompts and rows for `grpo.agents`.
     """
 
     def __init__(
@@ -51,10 +51,14 @@ class EpisodesAhead:
         self._view, self._order, self._rewards, self._tools, self._func = view, order, rewards, tools, func
         self._start, self._agent_batch = start, agent_batch
         self._lent: dict[int, list[tuple[Any, Any]]] = {}
-        """By the number of the batch: name and environment of each row."""
+        """Name and environment of each row, by batch number."""
 
     def planned(self, number: int) -> Planned | None:
-        """Those of the generation batch with this number; None when training ends before it."""
+        """Return the planned episodes of generation batch `number`; None if training ends before it.
+
+        Raises:
+            ValueError: a row names an environment without a factory.
+        """
         if self._func is None and self._view.environment_factories is None:
             if (prompts := self._order.prompts_of_batch(number)) is None:
                 return None
@@ -88,7 +92,7 @@ class EpisodesAhead:
     # -- environments ---------------------------------------------------------------------------------------------
 
     def _in_environments(self, number: int, rows: Sequence[Mapping[str, Any]]) -> Planned:
-        is_named = None not in self._view.environment_factories  # as TRL has one without a name (1.16)
+        is_named = None not in self._view.environment_factories  # TRL's key of a single factory is None (1.16)
         names = [row.get("environment") if is_named else None for row in rows]
         lent = self._lent[number] = [(name, self._borrow(name)) for name in names]
         for _, environment in lent:
@@ -109,13 +113,13 @@ class EpisodesAhead:
 
         return self._of_episodes(
             [of_row(row) for row in range(len(rows))],
-            None,  # rewards ask environments when they are where the trainer has them
+            None,  # rewards that read environments need them in the trainer
             lambda: [prompts[row] for row in range(len(rows))],
             drop=partial(self._lent.pop, number, None),
         )
 
     def lend(self, number: int) -> None:
-        """Before TRL draws the environments of the batch with this number, which it does in the order of its pools."""
+        """Put the environments of batch `number` first in TRL's pools, which TRL draws from in order."""
         mine: dict[Any, list[Any]] = defaultdict(list)
         for name, environment in self._lent.pop(number, ()):
             mine[name].append(environment)
@@ -123,7 +127,7 @@ class EpisodesAhead:
             self._view.environment_pool[name][:0] = environments
 
     def _borrow(self, name: Any) -> Any:
-        """One that no row has, or another one."""
+        """Take a free environment from the pool, or make a new one."""
         if (pool := self._view.environment_pool.get(name)) is None:
             known = ", ".join(map(repr, self._view.environment_pool))
             raise ValueError(f"a row has environment {name!r}, which is none of environment_factory: {known}")
@@ -132,7 +136,7 @@ class EpisodesAhead:
         return self._view.environment_factories[name]() if free is None else pool.pop(free)
 
     def _tokens(self, prompt: list[dict[str, Any]], tools: Sequence[Callable[..., Any]]) -> list[int]:
-        """As TRL's `_tokenize_prompts` has them (1.16), of one row and in another thread."""
+        """Tokenize one row's prompt as TRL's `_tokenize_prompts` does (1.16), outside the main thread."""
         processing = self._view.processing_class
         tokenized = processing.apply_chat_template(
             conversation=[prepare_multimodal_messages(prompt) if self._view.has_processor else prompt],
@@ -150,10 +154,10 @@ def refuse_main_thread_ahead(arguments: Mapping[str, Any]) -> None:
     """Refuse tools, environments and rollout functions that run in the main thread, with `generation_lookahead`.
 
     Args:
-        arguments: of the trainer.
+        arguments: the trainer's arguments, by name.
 
     Raises:
-        ValueError: names the first of them.
+        ValueError: one of them needs the main thread; names the first.
     """
     args = arguments["args"]
     if not args.generation_lookahead:
@@ -178,7 +182,7 @@ def refuse_main_thread_ahead(arguments: Mapping[str, Any]) -> None:
 
 
 async def _reset(environment: Any, row: Mapping[str, Any], *, is_named: bool) -> Any:
-    """In the thread where it lives. TRL, which resets it when training asks for the batch, is given what it brings."""
+    """Reset an environment in its own thread. TRL's later `reset` of the same batch returns the same observation."""
     home = _home(environment)
     coming = home.coming
     assert coming is not None, "it was lent"
@@ -204,7 +208,7 @@ def _home(environment: Any) -> Home:
 
 
 def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
-    """As TRL joins them (1.16)."""
+    """Append the observation to the last message, as TRL does (1.16)."""
     if observation is None:
         return prompt
     content = prompt[-1]["content"]
@@ -216,13 +220,13 @@ def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[di
 
 
 def methods(environment: Any) -> list[Callable[..., Any]]:
-    """Its tools, as TRL finds them (1.16)."""
+    """Return an environment's tools, as TRL finds them (1.16)."""
     names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if not name.startswith("_")]
     return [getattr(environment, name) for name in names if name not in ("reset", "get_reward")]
 
 
 def toolbox(tools: Sequence[Callable[..., Any]]) -> Toolbox:
-    """What an episode may call, by name."""
+    """Return the tools by name, asynchronous ones apart."""
     named = {tool.__name__: tool for tool in tools}
     asynchronous = {name: tool for name, tool in named.items() if inspect.iscoroutinefunction(tool)}
     return Toolbox(sync={name: named[name] for name in named.keys() - asynchronous}, asynchronous=asynchronous)

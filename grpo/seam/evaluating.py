@@ -1,7 +1,7 @@
-"""Evaluation with sampling of its own, set by set, and pass@k of each.
+"""Evaluation with its own sampling settings, set by set, and pass@k of each set.
 
-What TRL 1.16 leaves open here: evaluation samples as training does, the metrics of several sets have one name, and rows
-that fill up the last batch count twice.
+TRL 1.16 evaluates with training's sampling settings, gives the metrics of several sets one name, and counts the rows
+that pad the last batch twice.
 """
 
 from collections.abc import Callable, Sized
@@ -21,27 +21,27 @@ Evaluate = Callable[[], dict[str, float]]
 
 
 class Evaluation:
-    """How good the model is, of the weights that it holds now; in local mode with sampling of its own."""
+    """Evaluation of the model's present weights; in local mode with its own sampling settings."""
 
     def __init__(self, view: TrainerView, run: JobRun, records: BatchRecords) -> None:
         self._view, self._run, self._records = view, run, records
         self._runs = False
         self._passes: Passes | None = None
-        """Of the set that is evaluated now."""
+        """Pass rates of the set being evaluated."""
         self._of_set: str | None = None
-        """Its name, where there are several."""
+        """Name of that set; None if there is only one."""
 
     def evaluate(self, rows: Any, prefix: str, evaluate: Evaluate) -> dict[str, float]:
-        """Evaluate, with two weight syncs.
+        """Evaluate, with a weight sync before and one after. Collective.
 
-        TRL goes by the step (1.16), but `load_best_model_at_end` and callbacks put other weights into the model at the
-        same step: before an evaluation, or after it the old ones again. Of one that is not the loop's own nobody knows
-        what it evaluates: nothing of training is sampled meanwhile.
+        TRL syncs once per step (1.16), but `load_best_model_at_end` and callbacks may change the weights within a step,
+        before or after an evaluation. Before an evaluation outside the training loop, batches under way are waited for,
+        since its weights may be others.
 
         Args:
-            rows: as TRL is given them: a set, or its name, or sets by their names; None for the trainer's.
-            prefix: of the set's metrics.
-            evaluate: TRL's; of several sets it comes here again for each.
+            rows: TRL's argument: a set, the name of a set, or sets by name; None for the trainer's own.
+            prefix: prefix of the set's metrics.
+            evaluate: TRL's `evaluate`; with several sets it calls this method again for each.
         """
         view = self._view
         evaluate = partial(self._evaluate_set, rows, prefix, evaluate) if view.args.local_mode else evaluate
@@ -82,8 +82,7 @@ class Evaluation:
             view.engines.eval_sampling = {}
 
     def note(self) -> None:
-        """Before TRL logs, which puts `eval_` before what was noted of an evaluation; of several sets the name
-        follows."""
+        """Note the pass rates before TRL logs. With several sets, metrics get the set's name behind TRL's `eval_`."""
         view = self._view
         if self._passes is None or view.mode == "train":
             return
@@ -97,6 +96,6 @@ class Evaluation:
                 noted[f"{self._of_set}_{name}"] = noted.pop(name)
 
     def add(self, rewards: torch.Tensor) -> None:
-        """Rewards [completions, functions] of all ranks, of a batch."""
+        """Add a batch's rewards of all ranks, [completions, functions]."""
         if self._passes is not None and self._view.mode == "eval":
             self._passes.add(rewards.cpu().numpy())

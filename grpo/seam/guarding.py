@@ -1,4 +1,4 @@
-"""Log-probabilities of engines, held to those of the trainer, batch by batch."""
+"""Comparison of the engines' log-probabilities with the trainer's, batch by batch."""
 
 import logging
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from grpo.seam.view import Batch, TrainerView
 from grpo.weights.guard import IN_A_ROW, Drift, LogprobGuard, gaps_by_node
 
 _log = logging.getLogger(__name__)
-_ORIGIN = "sampled_by"  # in a batch: of each row the node that sampled it with the present weights
+_ORIGIN = "sampled_by"  # in a batch: the node that sampled each row with the present weights, -1 for none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankGap(Wire):
-    """One rank's part of a batch."""
+    """One rank's sums of a batch."""
 
     node: int
     host: str
@@ -32,27 +32,27 @@ class _RankGap(Wire):
 
 
 class BatchGuard:
-    """Holds each node's log-probabilities to the trainer's own, batch by batch; see `LogprobGuard`.
+    """Comparison of each node's log-probabilities with the trainer's own, batch by batch; see `LogprobGuard`.
 
-    It computes nothing for that: with TRL's correction, and where a batch serves several optimizer steps, TRL scores
-    the batch before it is trained on (1.16); else the forward passes of training do, before the weights change. Rows
-    that older weights have sampled do not count: with `generation_lookahead`, all.
+    It needs no forward pass of its own: with TRL's correction, or several optimizer steps per batch, TRL scores the
+    batch before training (1.16); otherwise training's own forward passes do, before the weights change. Rows sampled
+    with older weights do not count: with `generation_lookahead` none does.
     """
 
     def __init__(self, view: TrainerView, run: JobRun, records: BatchRecords) -> None:
         self._view, self._run, self._records = view, run, records
-        self._guard = LogprobGuard()  # of no trainer: the first weight sync is a full one
+        self._guard = LogprobGuard()  # without references: the first weight sync is a full one
         self._full_syncs = 0
-        """Of the engines, when the guard last took new references."""
+        """Number of the engines' full syncs when the guard last took new references."""
         self._gap_sums: torch.Tensor | None = None
-        """[N, 2] float64, of each node: absolute differences added up, and of how many tokens; None: no batch to
+        """[N, 2] float64, per node: sum of absolute differences, and number of tokens; None without a batch to
         judge."""
 
     def take(self, scored: Batch, *, has_own: bool) -> None:
-        """A generation batch as TRL has scored it.
+        """Take a generation batch that TRL has scored.
 
         Args:
-            has_own: whether `old_per_token_logps` are the trainer's own, where there are any.
+            has_own: True if `old_per_token_logps`, where present, are the trainer's own.
         """
         if self._view.mode != "train" or self._view.args.generation_lookahead:
             return
@@ -65,7 +65,7 @@ class BatchGuard:
                 self.note(scored, own)
 
     def note(self, batch: Mapping[str, Any], own: torch.Tensor) -> None:
-        """What the trainer has computed of these rows. [rows, tokens] float."""
+        """Add the trainer's log-probabilities of these rows, [rows, tokens] float."""
         if _ORIGIN not in batch:
             return
         of_rows = gap_of_rows(batch, own)
@@ -76,13 +76,17 @@ class BatchGuard:
         self._gap_sums = sums.index_add(0, batch[_ORIGIN][is_counted], of_rows[is_counted])
 
     def after_step(self) -> None:
-        """Judge what the step was trained on. Collective."""
+        """Judge the batch that the step was trained on. Collective.
+
+        Raises:
+            StepFailed: on every rank; a node is above `vllm_max_logprob_gap`.
+        """
         if self._gap_sums is not None:
             sums, self._gap_sums = self._gap_sums, None
             self._judge({node: (total, int(count)) for node, (total, count) in enumerate(sums.tolist()) if count})
 
     def _judge(self, sums: dict[int, tuple[float, int]]) -> None:
-        """Raises StepFailed, on every rank, where a node is beyond the limit that the user has set."""
+        """Compare the nodes' gaps with the user's limit and the guard's. Collective; raises as `after_step` does."""
         groups, watch = self._run.groups, self._run.watch
         assert watch is not None, "engines have sampled"
         mine = _RankGap(node=groups.topology.node, host=watch.host, sums=sums)
@@ -132,12 +136,12 @@ class BatchGuard:
 
 
 def gap_of_rows(batch: Mapping[str, Any], own: torch.Tensor) -> torch.Tensor:
-    """[rows, 2] float64: absolute differences of log-probabilities, added up over what the model has sampled, and over
-    how many tokens; those that an engine has no number for are left out.
+    """Return [rows, 2] float64: the sum of absolute differences of log-probabilities over sampled tokens, and the
+    number of these tokens. Tokens without an engine's log-probability are left out.
 
     Args:
-        batch: as TRL trains on it.
-        own: [rows, tokens], of the trainer, at the same temperature.
+        batch: the batch that TRL trains on.
+        own: the trainer's log-probabilities at the same temperature, [rows, tokens].
     """
     difference = (own - batch["sampling_per_token_logps"]).abs().double()
     counted = models_tokens(batch) & ~difference.isnan()

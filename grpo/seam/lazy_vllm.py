@@ -1,6 +1,6 @@
-"""TRL's `GRPOTrainer`, which imports vLLM where it is installed: here only once somebody builds a generator of TRL's.
+"""TRL's `GRPOTrainer`, imported without vLLM: vLLM is imported when TRL first builds its own generator.
 
-A rank in local mode never does. It saves a third of a rank's imports, 4 s of processor time, and some 300 MB.
+A rank in local mode never builds one. This saves a third of a rank's import time, 4 s of CPU time and about 300 MB.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What a trainer lets others see of itself: when it does what, which node is slow, how long completions are."""
+"""Timeline, figures of each node, and completions: the records of a training run."""
 
 import contextlib
 import functools
@@ -41,20 +41,20 @@ from grpo.record.timeline.usage import UsageSampler
 from grpo.seam.run import JobRun
 from grpo.seam.view import Batch, TrainerView
 
-MEASURED_STEPS = 20  # of which the median is what a step takes
+MEASURED_STEPS = 20  # their median is the duration of a step
 
 _log = logging.getLogger(__name__)
 
 
 class Timing:
-    """When a trainer does what; until `start` is called, a timeline that records nothing."""
+    """Timeline of a trainer; it records nothing until `start` is called."""
 
     def __init__(self, view: TrainerView, run: JobRun) -> None:
         self._view, self._run = view, run
         self.timeline = Recorder()
         self._phases = Phases(self.timeline, on_gpu=False)
         self._step_ends: deque[float] = deque(maxlen=MEASURED_STEPS)
-        """Of the last steps, by `time.monotonic`."""
+        """Ends of the last steps, by `time.monotonic`."""
         self._stop_recording: Callable[[], object] = lambda: None
         """A second call does nothing."""
 
@@ -65,12 +65,12 @@ class Timing:
         rank_pids: Mapping[int, int],
         engines: Callable[[], Sequence[Any]],
     ) -> None:
-        """Record from now on, as `args` (a `GRPOConfig`) says; on a rank that keeps no timeline that costs nothing.
+        """Start recording, as the trainer's `GRPOConfig` says. A rank without a timeline starts nothing.
 
         Args:
-            rank_pids: of this node's ranks.
-            engines: the present ones: each has a `pid`. Holds none of them: a thread asks it, which must not keep a
-                trainer alive.
+            rank_pids: process ids of this node's ranks, by rank.
+            engines: returns the present engines, each with a `pid`. Called from a thread: it must hold no reference to
+                them, which would keep the trainer alive.
         """
         args = self._view.args
         self.timeline = timeline
@@ -91,7 +91,7 @@ class Timing:
                 clock=lambda: timeline.at(time.monotonic()),
                 say=functools.partial(_log.warning, extra=EVERY_RANK),
             )
-            self._stop_recording = weakref.finalize(self, _close, usage, timeline)  # of a trainer that nobody closes
+            self._stop_recording = weakref.finalize(self, _close, usage, timeline)  # if the trainer is never closed
         if args.profile_steps and args.process_index in profiled_ranks(args.profile_ranks, args.world_size):
             steps = profiled_steps(args.profile_steps)
             self._view.callback_handler.add_callback(
@@ -99,7 +99,7 @@ class Timing:
             )
 
     def begins(self) -> None:
-        """The model is wrapped: measure its backward passes and the optimizer's steps."""
+        """Measure backward passes and optimizer steps from now on: the model is wrapped."""
         self._step_ends.clear()
         if not self.timeline.is_on:
             return
@@ -112,14 +112,14 @@ class Timing:
                 setattr(owner, name, _measured(getattr(owner, name), self._phases, phase))
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
-        """While the loss of a micro-batch is computed."""
+        """Measure the forward pass of a micro-batch's loss."""
         if self._run.watch is not None:
             self._run.watch.note_progress()
         return self._phases.measured(FORWARD) if self._view.mode == "train" else contextlib.nullcontext()
 
     def scoring(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """While this model computes log-probabilities."""
-        if torch.is_grad_enabled():  # in the forward pass of training
+        """Measure a forward pass of `model` that computes log-probabilities."""
+        if torch.is_grad_enabled():  # part of training's forward pass
             return contextlib.nullcontext()
         own = self._view.model
         is_reference = model is self._view.ref_model or (is_peft_model(own) and _is_off(own))
@@ -140,39 +140,39 @@ class Timing:
 
 
 class BatchRecords:
-    """What is logged and kept of each batch: figures of nodes, and what was said.
+    """Metrics of each batch, figures of each node, and completions to keep.
 
-    Until `start` is called, no completions.
+    No completions are kept until `start` is called.
     """
 
     def __init__(self, view: TrainerView, run: JobRun, screen: ProgressOnScreen) -> None:
         self._view, self._run, self._screen = view, run, screen
         self.by_node: Mapping[str, list[float]] = {}
-        """Figures of each node, newest generation batch, in the order of the nodes."""
+        """Figures of the newest generation batch, one per node, by metric."""
         self._was_slowest: Sequence[int] = ()
         """The slowest node of each batch since the last log."""
         self._has_new_completions = False
         self._num_prompts = 0
-        """Of a log: those of which every completion is kept."""
+        """Number of prompts per log whose completions are kept."""
         self._samples: CompletionSamples | None = None
         self._facts: deque[list[int] | None] = deque()
         self._evaluated: Sequence[Row] = ()
-        """Completions of the evaluation that runs, of `_num_prompts` prompts at most."""
+        """Completions of the running evaluation, of at most `_num_prompts` prompts."""
 
     def start(self) -> None:
         args = self._view.args
         self._num_prompts = args.log_completions_prompts
-        self._facts = deque(maxlen=args.generation_batch_size)  # as TRL's table
+        self._facts = deque(maxlen=args.generation_batch_size)  # as many rows as TRL's table
         self._samples = CompletionSamples(Path(args.output_dir) / COMPLETIONS_FOLDER)
 
     def beside_metrics(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a line of `metrics.jsonl` begins with and ends with."""
+        """Return the first and the last fields of a line of `metrics.jsonl`."""
         return {"attempt": self._run.attempt}, {"by_node": self.by_node} if self.by_node else {}
 
     # -- which node is slow ---------------------------------------------------------------------------------------
 
     def note_sampling(self) -> None:
-        """Figures of the batch that has just come from the engines. The slowest node counts until the next log."""
+        """Note the metrics of the batch just sampled, and its slowest node."""
         view, mode = self._view, self._view.mode
         view.note_metrics(view.engines.metrics(mode))
         view.note_newest("engine/policy_version", view.engines.policy_version, mode)
@@ -183,20 +183,20 @@ class BatchRecords:
             view.note_newest("rollout/slowest_node", float(statistics.mode(self._was_slowest)))
 
     def note_nodes(self, figures: Mapping[str, list[float]]) -> None:
-        """More figures of each node, of the same batch."""
+        """Add figures of each node for the same batch."""
         self.by_node = {**self.by_node, **figures}
 
-    # -- what was said --------------------------------------------------------------------------------------------
+    # -- completions ----------------------------------------------------------------------------------------------
 
     def note_batch(self, scored: Batch) -> None:
-        """What was sampled and scored. Collective."""
+        """Note metrics and completions of a scored batch. Collective."""
         view, accelerator = self._view, self._view.accelerator
         if "importance_sampling_ratio" in scored:
             view.note_metrics(clipped_share(scored, view.args, accelerator))
         view.note_metrics(completion_lengths(scored, accelerator))
         if not self._num_prompts:
             return
-        facts = view.engines.facts({*view.eos_token_ids, view.tokenizer.pad_token_id})  # ends as TRL has them (1.16)
+        facts = view.engines.facts({*view.eos_token_ids, view.tokenizer.pad_token_id})  # TRL's end tokens (1.16)
         rows = accelerator.gather(torch.from_numpy(facts).to(self._view.args.device)).tolist()
         if is_training := self._view.mode == "train":
             self._facts.extend(rows)
@@ -215,7 +215,7 @@ class BatchRecords:
 
     @contextlib.contextmanager
     def logging(self) -> Iterator[None]:
-        """While TRL logs, and prints a table of completions and writes one; then what was said by then is written."""
+        """Make TRL's table of completions printable while TRL logs; then write the newest completions."""
         with contextlib.ExitStack() as stack:
             if self._view.args.log_completions:
                 stack.enter_context(self._screen.aside())
@@ -228,7 +228,11 @@ class BatchRecords:
             self._write(self._sampled(self._facts, self._num_prompts))
 
     def write_evaluated(self, of_set: str | None) -> None:
-        """What was said in the evaluation that ends now, of a set with this name if there are several."""
+        """Write the completions of the evaluation that ends now.
+
+        Args:
+            of_set: name of the evaluated set, if there are several.
+        """
         rows, self._evaluated = self._evaluated, ()
         self._write(rows, prefix=evaluation_prefix(of_set))
 
@@ -237,7 +241,7 @@ class BatchRecords:
             self._samples.write(self._view.state.global_step, self._run.attempt, time.time(), rows, prefix=prefix)
 
     def cut(self, folder: RunFolder, first_step: int) -> None:
-        """Forget what was said after this step. On rank 0."""
+        """Remove the completions written after `first_step`. On rank 0."""
         if self._samples is not None:
             self._samples.cut(first_step, folder.previous_attempt)
 
@@ -248,7 +252,7 @@ def _close(sampler: UsageSampler, timeline: Recorder) -> None:
 
 
 def _is_off(model: PeftModel) -> bool:
-    """Whether it computes as the reference: without its adapter, or with TRL's copy of the one that was given."""
+    """Return whether the model computes as the reference: without its adapter, or with TRL's copy of the given one."""
     layer = next(each for each in model.modules() if isinstance(each, BaseTunerLayer))
     return layer.disable_adapters or "ref" in layer.active_adapters
 

@@ -1,4 +1,4 @@
-"""The parts of a trainer."""
+"""Parts of a trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,10 +22,10 @@ from grpo.seam.view import TrainerView
 
 
 class TrainerParts:
-    """What stands around TRL's trainer. Each part sees of it a `TrainerView`, and of the others those that it is given.
+    """Parts around TRL's trainer. A part sees the trainer through a `TrainerView`, and other parts only if given them.
 
     Args:
-        arguments: of the trainer, by name.
+        arguments: the trainer's arguments, by name.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class TrainerParts:
         self.evaluation = Evaluation(view, run, self.records)
         self.old_logprobs = OldLogprobs(view, clips_on_engines=args.local_mode and args.old_logprobs == "engine")
         self.private_folder: Any = None
-        """Of a model that engines read in another form; goes with the trainer."""
-        # What follows is of local mode alone.
+        """Folder of a model that engines read in another form; removed with the trainer."""
+        # The rest is for local mode alone.
         self.rewards = BatchRewards(view, run, self.timing)
         self.episodes = Episodes(view, run, self.order, self.rewards, func=func, tools=tools)
         self.spares = SpareGroups(view, run, self.order, self.rewards)

@@ -1,7 +1,7 @@
 """Prompts with images.
 
-What TRL 1.16 leaves open here: an engine expands images by itself, so it is to get one placeholder for each; a rank's
-batch may have rows without any, or no image at all, and still every rank has to go through the same collectives.
+TRL 1.16 does not cover two cases. An engine expands images itself, so its prompt needs one placeholder per image. A
+rank's batch may have rows without images, or no image at all, but every rank must run the same collectives.
 """
 
 import contextlib
@@ -28,38 +28,39 @@ _OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 
 
 class Pictures:
-    """Prompts with images; until `find` is called, of text alone."""
+    """Prompts with images; only text until `find` is called."""
 
     def __init__(self, view: TrainerView, trimming: Trimming) -> None:
         self._view, self._trimming = view, trimming
         self.are_taken = False
-        """Whether prompts come with images."""
+        """True if prompts have images."""
         self.processor: Processor | None = None
-        """Of a multimodal model, of which the text part is trained alone: its files are saved beside the
+        """Processor of a multimodal model whose text part alone is trained: its files are saved beside the
         tokenizer's."""
         self._stand_in: Mapping[str, torch.Tensor] | None = None
-        """A prompt with an image, [1, L] and what the processor makes of the image: computed beside rows without."""
+        """Prompt with an image, [1, L] and the processor's fields of the image: computed beside rows without images."""
         self.engine_ids: Sequence[Sequence[int]] = ()
-        """Of each of this rank's prompts that were tokenized last: token ids with one placeholder for each image."""
+        """Token ids of the prompts tokenized last on this rank, with one placeholder per image."""
 
     def choose_processor(self, arguments: dict[str, Any]) -> None:
-        """Put the processor, or of text alone its tokenizer, into the trainer's arguments; of a text model nothing.
+        """Put the processor into the trainer's arguments, or its tokenizer if prompts have no images. Arguments of a
+        text model stay as they are.
 
         Raises:
-            ValueError: there is none to be had, or what was given does not go with images.
+            ValueError: there is no processor, or the given one does not take images.
         """
         self.are_taken = takes_images(arguments)
         if self.are_taken:
             given = arguments["processing_class"]
             arguments["processing_class"] = given or load_processor(base_of(arguments["model"]), arguments["args"])
-        elif (processor := processor_of(arguments)) is not None:  # TRL takes a tokenizer for the sign of a text model
+        elif (processor := processor_of(arguments)) is not None:  # with a tokenizer TRL assumes a text model
             arguments["processing_class"], self.processor = processor.tokenizer, processor
 
     def settle_towers(self, base: Any) -> str | None:
-        """Train towers or not, as `GRPOConfig.freeze_towers` says; with text alone they are frozen.
+        """Freeze the towers if `GRPOConfig.freeze_towers` says so, or prompts have no images.
 
         Returns:
-            One line for the screen; None of a text model.
+            One line for the screen; None for a text model.
         """
         freezes = not self.are_taken or self._view.args.freeze_towers
         num_elements = freeze_towers(base) if freezes else count_towers(base)
@@ -69,10 +70,13 @@ class Pictures:
         return what_is_trained(name, paths, num_elements, takes_images=self.are_taken, freezes=freezes)
 
     def find(self, text: Sequence[int]) -> PictureProbe | None:
-        """Where prompts come with images, a prompt for verifications; on every rank, after TRL's own `__init__`.
+        """Make a prompt with an image for verifications. On every rank, after TRL's own `__init__`.
 
         Args:
             text: token ids of ordinary text.
+
+        Returns:
+            The prompt; None if prompts have no images.
         """
         if not self.are_taken:
             return None
@@ -85,14 +89,18 @@ class Pictures:
     # -- rows -----------------------------------------------------------------------------------------------------
 
     def listed(self, rows: Any) -> Any:
-        """A batch of the data set, each row with a list of images."""
+        """Return a batch of the data set with a list of images in each row."""
         if self._stand_in is None or not isinstance(rows, list):
             return rows
         return [with_list_of_images(row) for row in rows]
 
     def tokenize(self, call: Callable[[list[Any]], Any], prompts: list[Any]) -> Any:
-        """TRL's `_tokenize_prompts`, with images in RGB, as engines get them; of a prompt without one an empty list in
-        place of None, which processors do not take."""
+        """Tokenize by TRL's `_tokenize_prompts`, with images in RGB, as engines get them. A prompt without images gets
+        an empty list in place of None, which processors do not take.
+
+        Raises:
+            ValueError: an image in the messages, but none in the first row.
+        """
         if self._stand_in is None:
             return self._without_images(call(prompts))
         view = self._view
@@ -110,7 +118,7 @@ class Pictures:
         return prompt_ids, images, fields
 
     def _without_images(self, tokenized: Any) -> Any:
-        """Of text alone; `tokenized` as it is."""
+        """Return `tokenized`, which must not have images."""
         if self._view.args.local_mode and tokenized[1] is not None:
             raise ValueError(
                 "a prompt has an image in its messages, but the first row has none, and so text alone is trained: "
@@ -120,8 +128,8 @@ class Pictures:
 
     @contextlib.contextmanager
     def of_batch(self, num_rows: int) -> Iterator[None]:
-        """While a batch is made: TRL gathers images for its logs where a rank has some; some ranks may have none, and
-        they are in the prompts that it gathers besides."""
+        """Keep TRL from gathering images for its logs while a batch is sampled: it gathers only on ranks that have
+        some. They are taken from the gathered prompts instead."""
         if self._stand_in is None:
             yield
             return
@@ -133,9 +141,9 @@ class Pictures:
             view.logs_images = logs
         said = view.said
         if logs and view.args.log_completions:
-            gathered = [*said["prompt"]][-num_rows * view.accelerator.num_processes :]  # with their images
+            gathered = [*said["prompt"]][-num_rows * view.accelerator.num_processes :]  # images included
             said["images"].extend(images_of(prompt) for prompt in gathered)
-        for number, prompt in enumerate(said["prompt"]):  # in parts, as those with images are, for TRL's tables
+        for number, prompt in enumerate(said["prompt"]):  # lists of parts in all rows, for TRL's tables
             said["prompt"][number] = prepare_multimodal_messages(prompt)
 
     def save_processor(self, folder: Path) -> None:
@@ -154,8 +162,11 @@ class Pictures:
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's log-probabilities and entropies. Each forward pass has an image, so that all ranks gather the same
-        weights, and towers have a gradient on all; and it is as wide as its rows, where padding is trimmed."""
+        """Compute log-probabilities and entropies by TRL's `call`, [rows, logits_to_keep] in the given order.
+
+        Each forward pass has an image, so that all ranks gather the same weights and towers have a gradient on all
+        ranks. With trimmed padding it is as wide as its longest row.
+        """
         assert self._stand_in is not None, "prompts have images"
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         given = {name: value for name, value in kwargs.items() if value is not None}
@@ -186,13 +197,13 @@ class Pictures:
 
 
 def with_stand_in(chunk: Mapping[str, Any], stand_in: Mapping[str, Any], kept: int, pad_id: int) -> dict[str, Any]:
-    """Rows without images, and behind them one with an image of which nothing is scored.
+    """Append a row with an image, not scored, to rows without images.
 
     Args:
-        chunk: of `num_rows` rows, `input_ids` and the like [num_rows, L].
-        stand_in: `input_ids` [1, S] and what a processor makes of a prompt with one image.
-        kept: columns of completions, at the end of L.
-        pad_id: of the tokens to the left of a prompt and to the right of a completion.
+        chunk: the rows: `input_ids` and other fields of tokens, [num_rows, L].
+        stand_in: a prompt with one image: `input_ids` [1, S] and the processor's other fields.
+        kept: number of completion columns, at the end of L.
+        pad_id: id of the pad tokens left of prompts and right of completions.
     """
     num_rows, length = chunk["input_ids"].shape
     width = max(length, stand_in["input_ids"].shape[1] + kept)
@@ -207,5 +218,5 @@ def with_stand_in(chunk: Mapping[str, Any], stand_in: Mapping[str, Any], kept: i
     found["num_images"] = [0] * num_rows + [1]
     pixels = found["pixel_values"]
     if "image_grid_thw" not in found and "image_position_ids" not in found and len(pixels) != 1:
-        found["num_tiles"] = [0] * num_rows + [len(pixels)]  # TRL finds a row's tiles by it
+        found["num_tiles"] = [0] * num_rows + [len(pixels)]  # TRL splits tiles among rows by it
     return found

@@ -1,7 +1,7 @@
-"""Training that can be stopped and goes on exactly where it was.
+"""Stop and resume: training goes on exactly where it was stopped.
 
-What TRL 1.16 and transformers 5.17 leave open here: a way to ask for a checkpoint and an end. Beside it
-stand the order of prompts (`ordering`), what is in a checkpoint (`saving`), and whether it is whole (`resuming`).
+TRL 1.16 and transformers 5.17 have no request to save a checkpoint and stop. Related: the order of prompts
+(`ordering`), the content of a checkpoint (`saving`), and the choice of a complete one (`checkpoints/resuming.py`).
 """
 
 import contextlib
@@ -34,11 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 class Resuming:
-    """Begins training where a checkpoint has left it, and ends it where somebody asks.
+    """Begins training from a checkpoint, and ends it on request.
 
     Args:
-        cut: on rank 0: cuts what a part of the trainer has written to the steps before the one from which training
-            goes on.
+        cut: called on rank 0 with the first step: removes records of later steps that another part has written.
     """
 
     def __init__(
@@ -46,15 +45,18 @@ class Resuming:
     ) -> None:
         self._view, self._run, self._order, self._saving, self._cut = view, run, order, saving, cut
         self._sound: CompleteCheckpoint | None = None
-        """The one whose files the ranks have read last."""
+        """Checkpoint whose files the ranks have verified last."""
         self._loading = contextlib.ExitStack()
-        """Open while a checkpoint is read: every `torch.load` has the allow-list, DeepSpeed's too."""
+        """Open while a checkpoint is read: every `torch.load`, DeepSpeed's included, uses the allow-list."""
         self._at_step_end: dict[str, Any] | None = None
         self.first_step = 0
-        """Optimizer steps that earlier attempts have done."""
+        """Number of optimizer steps done by earlier attempts."""
 
     def choose(self, args: TrainingArguments, wish: str | bool | None) -> CompleteCheckpoint | None:
-        """The checkpoint to resume from, every file of which is as it was written. Collective.
+        """Choose the checkpoint to resume from, and verify its files' checksums. Collective.
+
+        Returns:
+            The checkpoint; None to start afresh.
 
         Raises:
             ValueError: it does not fit this job.
@@ -72,11 +74,12 @@ class Resuming:
     # -- training -------------------------------------------------------------------------------------------------
 
     def train(self, wish: str | bool | None, train: Callable[[str | None], Any]) -> Any:
-        """The result of `train`, which is given the checkpoint to go on from. Ends the process when asked to stop.
+        """Train from a checkpoint, and return the result of `train`. Exits with code 0 if asked to stop. Collective.
 
         Args:
             wish: a complete checkpoint; True or "auto" for the newest complete one in `output_dir`, where "auto" starts
-                afresh if there is none. None: what `args.resume_from_checkpoint` says.
+                afresh if there is none. None for `args.resume_from_checkpoint`.
+            train: trains from the given checkpoint folder, or afresh if None.
         """
         run, args = self._run, self._view.args
         wish = args.resume_from_checkpoint if wish is None else wish
@@ -95,27 +98,30 @@ class Resuming:
                 run.must_resume = True
                 self._save_last_step()
                 self._saving.finish()
-                # The first rank to fail ends the others, and the checkpoint is to be complete.
+                # The first rank to fail ends the others, so the checkpoint must be complete by then.
                 run.groups.meet()
                 raise
             is_cut_short = output is None or self._view.state.global_step < self._view.state.max_steps
             self._end(run.stop if is_cut_short else None)
         finally:
             self._loading.close()
-            run.signals.close()  # a second SIGTERM is no reason to fail at the end
+            run.signals.close()  # a second SIGTERM must not fail the end
         return output
 
     def _begin(self, checkpoint: CompleteCheckpoint | None, *, by_itself: bool) -> str:
-        """Ready the run folder and ourselves for going on after `checkpoint`; trackers' id of the run. Collective.
+        """Prepare the run folder and this object to go on from `checkpoint`. Collective.
 
         Args:
-            by_itself: it is the newest one, and nobody has named it.
+            by_itself: True if the checkpoint was found as the newest one, not named by the user.
+
+        Returns:
+            The trackers' id of the run.
         """
         run, view = self._run, self._view
         run.stop = self._at_step_end = None
         self._loading = contextlib.ExitStack()
         view.batch_in_use = None
-        self._order.go_to(0, (0, 0))  # of a second `train`, too; a checkpoint says otherwise below
+        self._order.go_to(0, (0, 0))  # for a second `train`, too; loading a checkpoint sets it again
         first_step = self._saving.saved_step = self.first_step = 0 if checkpoint is None else checkpoint.record.step
         if checkpoint is not None:
             note_first_step()
@@ -145,21 +151,21 @@ class Resuming:
         _log.debug("training begins after step %d, of %d", first_step, view.args.max_steps)
         if checkpoint is not None:
             say(f"attempt {run.attempt} goes on after step {first_step}, from {checkpoint.folder}")
-            self._loading.enter_context(weights_only())  # until `begins`; last, for `train` closes it
+            self._loading.enter_context(weights_only())  # until `begins`; last, as `train` closes it
         return tracker_run
 
     def _clear_away(self, folder: RunFolder, first_step: int, *, by_itself: bool) -> None:
-        """Quarantine what other branches of the run have left, and delete what nobody can use. On rank 0."""
+        """Quarantine checkpoints of abandoned branches of the run, and delete partial ones. On rank 0."""
         for partial in delete_partial(folder.path):
             say(f"{partial} was not finished by an earlier attempt: deleted")
         for aside in quarantine(folder.path, after_step=first_step, attempt=folder.previous_attempt):
             say(f"{aside} is what was {aside.name}: this attempt starts before it")
-        if first_step and by_itself:  # what a person's start quarantines, a person deletes
+        if first_step and by_itself:  # with a checkpoint named by the user, nothing is deleted
             for old in bound_quarantine(folder.path):
                 say(f"{old} was quarantined, and {KEPT_QUARANTINED} later ones are: deleted")
 
     def begins(self) -> None:
-        """What was resumed from is loaded."""
+        """End the reading of the checkpoint: it is loaded."""
         self._loading.close()
         if self._run.watch is not None and self._run.watch.phase == "resume":
             self._run.watch.enter("train")
@@ -180,7 +186,7 @@ class Resuming:
             if code:
                 run.stop = wish or StopRequest(why="another rank was asked to stop", requeue=code == 1)
                 _log.info("stops after this generation batch: %s", run.stop.why, extra=FILE_ONLY)
-                run.signals.request = run.signals.request or run.stop  # engines are not missed from now on
+                run.signals.request = run.signals.request or run.stop  # a lost engine is no failure from now on
         if not ends_generation_batch(before, now, view.steps_per_batch):
             return
         run.lead.batch_ended(time.monotonic())
@@ -189,10 +195,10 @@ class Resuming:
             run.stop = None
             return
         control.should_save = control.should_training_stop = control.should_log = True
-        control.should_evaluate = False  # the time may be short
+        control.should_evaluate = False  # little time may be left
 
     def _end(self, stop: StopRequest | None) -> None:
-        """Say how the run ended; one that was asked to stop ends here, every rank with exit code 0. Collective."""
+        """Report how the run ended. A run that was asked to stop exits here, every rank with code 0. Collective."""
         self._saving.finish()
         run, state = self._run, self._view.state
         if (folder := run.folder) is not None:
@@ -218,9 +224,9 @@ class Resuming:
             raise SystemExit(0)
 
     def _save_last_step(self) -> None:
-        """After a generation that was dropped: the state of the last finished step. Collective."""
+        """Save the state of the last finished step, after a dropped generation. Collective."""
         if self._at_step_end is None or self._saving.saved_step == self._view.state.global_step:
-            return  # it stands already: what was resumed from, or saved at this step
+            return  # saved already: the checkpoint resumed from, or this step's
         self._order.back_to_step()
         self._view.batch_in_use = self._at_step_end["batch"]
         restore_random_states(self._at_step_end["rng"])
@@ -228,10 +234,12 @@ class Resuming:
 
 
 class StepEnds(TrainerCallback):
-    """Brings the end of a step to the trainer, and the beginning: the model is wrapped, and a checkpoint is loaded.
+    """Callback for the start of training, with the model wrapped and the checkpoint loaded, and for each step's end.
 
     Args:
-        run: says whether training ends before its last step because somebody asked.
+        run: its `stop` is set if training ends early on request.
+        begins: called when training begins.
+        after_step: called at each step's end.
     """
 
     def __init__(
@@ -247,22 +255,23 @@ class StepEnds(TrainerCallback):
         self._after_step(control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._run.stop is not None:  # it has saved; transformers ends the epoch all the same
+        if self._run.stop is not None:  # saved already; transformers still ends the epoch
             control.should_save = control.should_evaluate = False
 
 
 def ends_generation_batch(before: int, now: int, per_batch: int) -> bool:
-    """Whether a generation batch ends in an optimizer step, which need not end with it.
+    """Return whether a generation batch ended within an optimizer step.
 
     Args:
-        before: micro-batches that were trained on when the step began; `now` when it ended.
-        per_batch: micro-batches of a generation batch, each as often as it is trained on.
+        before: number of trained micro-batches at the step's start.
+        now: the same at its end.
+        per_batch: micro-batches per generation batch, counted as often as each is trained on.
     """
     return before // per_batch != now // per_batch
 
 
 def what_differs(record: CompleteRecord, now: dict[str, int]) -> list[str]:
-    """What to say of a resume that does not go on with the settings of the checkpoint."""
+    """Return lines for the screen if the job's settings differ from the checkpoint's."""
     if record.reshaped_from is not None:
         return [
             f"the checkpoint was written by {record.reshaped_from} training processes and made for "

@@ -1,4 +1,4 @@
-"""A job as its trainer has it: run folder, groups, watch, what was asked of it, and how it ends."""
+"""The trainer's job: run folder, groups, watch, stop requests, and how it ends."""
 
 import contextlib
 import json
@@ -30,30 +30,30 @@ _log = logging.getLogger(__name__)
 
 
 def say(*lines: str) -> None:
-    """On the screen of rank 0."""
+    """Print lines on rank 0's screen."""
     for line in lines:
         _log.info("%s", line)
 
 
 class JobRun:
-    """What all parts know of the job. Every rank opens one at the same time, before anything slow starts."""
+    """State of the job shared by all parts. All ranks open it at the same time, before anything slow starts."""
 
     groups: NodeGroups
     signals: StopSignals
     lead: StopLead
     attempt: int
-    """These once it is open."""
+    """Attempt number, from 0. Set by `open`, like the three fields above."""
 
     def __init__(self, view: TrainerView) -> None:
         self._view = view
         self.folder: RunFolder | None = None
-        """On global rank 0."""
+        """Run folder; None on ranks other than 0."""
         self.watch: FailureWatch | None = None
-        """Where this rank has one."""
+        """This rank's watch; None in other modes than local."""
         self.stop: StopRequest | None = None
-        """What every rank has agreed on."""
+        """Stop request that all ranks have agreed on."""
         self.must_resume = False
-        """Whether the job is about to end for want of engines."""
+        """True if the job is about to end because too few engines are left."""
 
     def open(
         self,
@@ -68,9 +68,10 @@ class JobRun:
         """Take the output folder. Collective.
 
         Args:
-            watch: where this rank has one.
-            topology: with engines; also for `run.json`, as is what stands there `beside` the options.
-            max_wait_s: as `NodeGroups` takes it.
+            watch: this rank's watch, if any.
+            topology: place of the ranks; None without engines.
+            max_wait_s: longest wait for another rank; see `NodeGroups`.
+            beside: more entries of `run.json`, beside the options.
 
         Raises:
             ValueError: another job is in the folder.
@@ -102,7 +103,7 @@ class JobRun:
 
     @contextlib.contextmanager
     def guarded(self, phase: str) -> Iterator[None]:
-        """While this rank is in a phase of the job: a failure on any rank raises on every rank that can raise."""
+        """Set this rank's phase; a failure on any rank raises on every rank that can raise."""
         if self.watch is None:
             yield
             return
@@ -110,14 +111,14 @@ class JobRun:
             yield
 
     def during(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """Name what this rank is doing, for the record of a failure."""
+        """Set this rank's phase, for the failure record."""
         return contextlib.nullcontext() if self.watch is None else self.watch.during(phase)
 
     def record_failure(self, why: str, kind: FailureKind, *, record: FailureRecord | None = None) -> None:
-        """Tell this node's launcher, and on rank 0 write `failed` into the run's state. From any thread.
+        """Report a failure to this node's launcher; rank 0 also writes `failed` into the run's state. From any thread.
 
         Args:
-            record: the job's, where it is known; `run.json` keeps it.
+            record: the job's failure record, if known, for `run.json`.
         """
         done = self._view.steps_done
         failed: dict[str, Any] = {"why": why, "kind": kind, "nodes": () if record is None else record.nodes}
@@ -126,14 +127,14 @@ class JobRun:
         self._update(state="failed", requeue=False, failure=record, **failed)
 
     def record_restart(self, what: str) -> None:
-        """Say that an engine died and is back, on the screen and in the run's state."""
+        """Report an engine's restart, on the screen and in the run's state."""
         if self.folder is not None:
             say(what)
             restarts = (*self.folder.state.restarts, f"after step {self._view.steps_done}: {what}")
             self._update(restarts=restarts[-KEPT_RESTARTS:])
 
     def _update(self, **changes: Any) -> None:
-        """Write into the run's state, where that can be done: a full disk may be the cause, and must not hide it."""
+        """Write into the run's state. An `OSError` is only printed: a full disk may be the very failure to report."""
         if self.folder is not None:
             try:
                 self.folder.update(**changes)
@@ -142,10 +143,10 @@ class JobRun:
 
     @contextlib.contextmanager
     def recording_failures(self, output_dir: str) -> Iterator[None]:
-        """Around what may fail: the run's state says how it ended.
+        """Record an exception of the `with` block in the run's state.
 
         Args:
-            output_dir: where it is kept; before `open` only what ends the job is recorded.
+            output_dir: folder of the run's state. Before `open`, only failures that end the job are recorded.
         """
         try:
             yield
@@ -158,6 +159,6 @@ class JobRun:
             raise
 
     def release(self) -> None:
-        """Let another job into the output folder."""
+        """Free the output folder for another job."""
         if self.folder is not None:
             self.folder.release()

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: what is written, when it counts, and what is read back.
+"""Checkpoints of a run: written, flushed beside training, completed, read back.
 
-A save holds training only while the ranks write. What they have written goes to the disk beside the next steps
-(`background`); `complete.json` comes after it, and only then older checkpoints go.
+A save holds training only while the ranks write. Their files are flushed to the disk during the next steps
+(`checkpoints/background.py`). Then `complete.json` is written, and only after it older checkpoints are deleted.
 """
 
 import contextlib
@@ -45,13 +45,13 @@ SAMPLING: tuple[str, ...] = ("generation_batch_size", "num_generations", "steps_
 SAMPLING += ("gradient_accumulation_steps", "seed", "spare_groups")
 BYTES_PER_PARAMETER = 16  # weights, and master weights and two moments in float32; 14 where weights are bfloat16
 WORDS_OF_A_FULL_DISK = ("inline_container", "iostream error", "No space left")
-"""Torch's writer's (2.13), two of them, and safetensors': by the time they are read another rank may have made
-space."""
-NEARLY_FULL_BYTES = 2**24  # a write of torch's that failed with so little left has failed for want of space
+"""Messages of torch's writer (2.13), two, and safetensors'. Free space alone is no sign: by the time it is read,
+another rank may have freed some."""
+NEARLY_FULL_BYTES = 2**24  # a failed write with less than this free has failed for lack of space
 
 
 def sampling_of(args: Any) -> dict[str, int]:
-    """The settings that say which prompts come at which step."""
+    """Return the settings that determine the prompts of each step."""
     return {name: getattr(args, name) for name in SAMPLING}
 
 
@@ -61,26 +61,30 @@ class Saving:
     def __init__(self, view: TrainerView, run: JobRun, order: PromptOrder) -> None:
         self._view, self._run, self._order = view, run, order
         self._pending: Callable[[], BackgroundSave] | None = None
-        """Of a save whose callbacks have not been heard yet."""
+        """Starts the background part of a save; waits for the `on_save` callbacks."""
         self._last: BackgroundSave | None = None
-        """The last save, as long as it may be on its way to the disk."""
+        """Last save, if it may still be under way."""
         self._callbacks_follow = False
         self._is_saving = False
-        """Whether transformers is writing a checkpoint."""
+        """True while transformers writes a checkpoint."""
         self._norm_seen_at = 0
-        """The step of the newest gradient that was looked at."""
+        """Step of the newest gradient norm."""
         self._odd_norms = 0
-        """Steps in a row whose gradient was not finite."""
+        """Number of steps in a row with a gradient that was not finite."""
         self.saved_step = 0
-        """The last step whose state is in a checkpoint, or on its way there."""
+        """Last step with a checkpoint, complete or under way."""
 
     # -- a save -------------------------------------------------------------------------------------------------------
 
     def save(self, run_dir: Path, write: Callable[[], None]) -> None:
-        """A checkpoint that says when it is complete; older ones go only after that. Collective.
+        """Save a checkpoint; older ones are deleted once it is complete. Collective.
 
         Args:
-            write: TRL's and transformers', into a folder of `run_dir`.
+            write: writes TRL's and transformers' files into a folder of `run_dir`.
+
+        Raises:
+            GrpoError: weights are not finite.
+            OSError: the disk is full.
         """
         self.finish()
         self._check_finite()
@@ -90,7 +94,7 @@ class Saving:
         ahead = self._keep_ahead()
         limit, args.save_total_limit = args.save_total_limit, None  # transformers deletes before all have written
         only_model = args.save_only_model
-        args.save_only_model = only_model and run.stop is None and not run.must_resume  # these are to be resumed
+        args.save_only_model = only_model and run.stop is None and not run.must_resume  # else it must be resumable
         resumable = not args.save_only_model
         _log.info("%s begins", folder.name, extra=FILE_ONLY)
         try:
@@ -98,7 +102,7 @@ class Saving:
             with reporting_a_full_disk(folder, args.process_index, args.world_size):
                 self._is_saving = True
                 write()
-                folder.mkdir(exist_ok=True)  # rank 0 has, but another node may not know yet
+                folder.mkdir(exist_ok=True)  # rank 0 has made it, but another node may not see it yet
                 torch.save(self.rollout_state() | {"ahead": ahead}, folder / f"rollout_state_{args.process_index}.pt")
         finally:
             self._is_saving = False
@@ -141,10 +145,10 @@ class Saving:
             self._start_background_save()
 
     def _check_finite(self) -> None:
-        """Weights that are no numbers are not saved: the checkpoint before them is the one to go on from. Collective.
+        """Refuse to save weights that are not finite: the last complete checkpoint is the one to resume. Collective.
 
         Raises:
-            GrpoError: on every rank; the next start goes on from that checkpoint, and another failure is the last.
+            GrpoError: on every rank. The next attempt resumes that checkpoint; if it fails again, the job ends.
         """
         names = self._run.groups.all_gather(first_not_finite(self._view.model))
         if odd := [f"{name} on rank {rank}" for rank, name in enumerate(names) if name]:
@@ -156,9 +160,9 @@ class Saving:
             )
 
     def look_at_norm(self, grad_norm: Any) -> None:
-        """Warn where steps are lost: at a gradient that is not finite DeepSpeed leaves the step out, without a word."""
+        """Warn of gradients that are not finite: DeepSpeed skips such steps without a message."""
         step = self._view.state.global_step
-        if grad_norm is None or step == self._norm_seen_at:  # it comes once more at an epoch's end
+        if grad_norm is None or step == self._norm_seen_at:  # given again at an epoch's end
             return
         self._norm_seen_at = step
         self._odd_norms = 0 if math.isfinite(grad_norm) else self._odd_norms + 1
@@ -171,8 +175,8 @@ class Saving:
 
     @contextlib.contextmanager
     def with_callbacks(self) -> Iterator[None]:
-        """While a step is logged, saved and evaluated: what callbacks add to a checkpoint in `on_save`, behind the save
-        itself, belongs to it."""
+        """Delay the background part of a save to the block's end, so that it includes files that callbacks add in
+        `on_save`."""
         self._callbacks_follow = True
         try:
             yield
@@ -181,7 +185,7 @@ class Saving:
         self._start_background_save()
 
     def _start_background_save(self) -> None:
-        """Let what the ranks have written of a checkpoint go to the disk, beside the next steps."""
+        """Start flushing the checkpoint's files to the disk, beside the next steps."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._last = pending()
@@ -189,10 +193,13 @@ class Saving:
     def save_model(
         self, folder: str, is_internal: bool, save: Callable[[], None], save_without_weights: Callable[[], None]
     ) -> None:
-        """Save the model, by transformers' `save`; in a checkpoint whose shards hold the weights no other copy of them.
+        """Save the model by transformers' `save`, but without weights in a checkpoint whose shards hold them.
 
-        With `stage3_gather_16bit_weights_on_model_save` off, transformers writes all shards here, and once more with
+        With `stage3_gather_16bit_weights_on_model_save` off, transformers would write all shards twice: here, and with
         the optimizer's states (5.17).
+
+        Args:
+            is_internal: True if transformers calls it as part of a checkpoint.
         """
         if not (is_internal and self.writes_only_shards):
             save()
@@ -203,36 +210,40 @@ class Saving:
 
     @property
     def writes_only_shards(self) -> bool:
-        """Whether a checkpoint is written of whose weights ZeRO-3's partitions are all there is."""
+        """True while a checkpoint is written that has its weights in ZeRO-3's partitions alone."""
         view = self._view
         if not self._is_saving or not view.is_deepspeed_enabled or view.args.save_only_model:
             return False
         if is_peft_model(view.model):
-            return False  # adapters are put together, in PEFT's own layout
+            return False  # adapters are gathered, in PEFT's own layout
         engine = view.model_wrapped
         return engine.zero_optimization_partition_weights() and not engine.zero_gather_16bit_weights_on_model_save()
 
     def _prepare(self, folder: Path, limit: int | None) -> None:
-        """Look whether there is space, and say that the checkpoint is not complete. On rank 0."""
+        """Check the free space, and mark the checkpoint as partial. On rank 0.
+
+        Raises:
+            OSError: too little space is free.
+        """
         run_dir = folder.parent
         run_dir.mkdir(parents=True, exist_ok=True)
         newest = newest_complete(run_dir)
         size = sum(read_complete(newest).files.values()) if newest else self._bytes_of_state
         if folder.exists():
-            size -= size_of(folder)  # is written over
+            size -= size_of(folder)  # will be overwritten
         check_free_space(run_dir, size, rotated=to_rotate(run_dir, limit=limit, keep={folder}))
         begin_partial(folder)
 
     @property
     def _bytes_of_state(self) -> int:
-        """Of a checkpoint, roughly."""
+        """Approximate size of a checkpoint."""
         saved = self._view.model.parameters()
         if is_peft_model(self._view.model):
             saved = (parameter for parameter in saved if parameter.requires_grad)
         return sum(getattr(p, "ds_numel", p.numel()) for p in saved) * BYTES_PER_PARAMETER
 
     def finish(self) -> None:
-        """Until the last save is on this rank's disk, on rank 0 until it is complete. Raises what went wrong."""
+        """Wait until the last save is on the disk; on rank 0, until it is complete. Raises the save's error."""
         saving, self._last = self._last, None
         if saving is None:
             return
@@ -242,14 +253,14 @@ class Saving:
             self._view.note_newest("run/save_until_complete_s", self._run.lead.save_s)
 
     def look_at(self) -> None:
-        """Without waiting: raises what went wrong with the last save."""
+        """Raise the last save's error, if it has one by now. Does not wait."""
         if self._last is not None and self._last.is_done:
             self.finish()
 
     @contextlib.contextmanager
     def keeping_all(self) -> Iterator[None]:
-        """While transformers ends training, where it deletes all but the best checkpoint, and loads it (5.17): not
-        before a resume."""
+        """Keep all checkpoints while transformers ends training, where it deletes all but the best one and loads it
+        (5.17). The best one is still loaded, unless training stops to be resumed."""
         self.finish()
         args = self._view.args
         limit, load_best = args.save_total_limit, args.load_best_model_at_end
@@ -259,10 +270,10 @@ class Saving:
         finally:
             args.save_total_limit, args.load_best_model_at_end = limit, load_best
 
-    # -- what a rank needs beyond transformers' own files -------------------------------------------------------------
+    # -- state of a rank beyond transformers' own files ---------------------------------------------------------------
 
     def rollout_state(self) -> dict[str, Any]:
-        """To go on in the middle of a generation batch."""
+        """Return this rank's state for a resume in the middle of a generation batch."""
         view, sampler = self._view, self._order.sampler
         state: dict[str, Any] = {"step": view.micro_batches, "batch": None, "reference": None}
         if sampler is None:
@@ -279,7 +290,7 @@ class Saving:
         view, sampler = self._view, self._order.sampler
         path = checkpoint / f"rollout_state_{view.args.process_index}.pt"
         state = torch.load(path, map_location="cpu", weights_only=True)
-        # `grpo reshape` counts generation batches: other ranks need another number of micro-batches for each.
+        # `grpo reshape` counts generation batches: with another number of ranks, a batch has other micro-batches.
         batches = state.get("generation_batches")
         step = state["step"] if batches is None else batches * view.steps_per_batch
         self._order.go_to(step, state.get("pass", (0, 0)))
@@ -291,8 +302,8 @@ class Saving:
             load_own_shards(view.ref_model, state["reference"])
 
     def _keep_ahead(self) -> dict[str, Any] | None:
-        """What a checkpoint has of batches that are sampled ahead. Collective."""
-        if not self._view.args.local_mode or self._run.must_resume:  # for want of engines
+        """Return asynchronously sampled batches for a checkpoint. Collective."""
+        if not self._view.args.local_mode or self._run.must_resume:  # too few engines are left
             return None
         batches = self._view.engines.keep_ahead(lambda: self._run.signals.is_hurried)
         return {"settings": sampling_as_text(self._view.args), "batches": batches}
@@ -311,20 +322,24 @@ class Saving:
 
 
 def load_trained_adapter(model: Any, checkpoint: Path) -> None:
-    """The active adapter too where there is another one beside it, of which alone transformers thinks then (5.17):
-    PEFT saves `default` in the folder itself, and TRL's reference in one below."""
+    """Load the active adapter. With a second adapter beside it, transformers loads only that one (5.17): PEFT saves
+    `default` in the checkpoint's folder, and TRL's reference in a folder below."""
     if is_peft_model(model) and (checkpoint / SAFETENSORS_WEIGHTS_NAME).exists():
         model.load_adapter(str(checkpoint), model.active_adapters[0], is_trainable=True)
 
 
 def sampling_as_text(args: Any) -> str:
-    """What has to be the same for batches that were sampled ahead of a checkpoint to be taken after it."""
+    """Return the settings that must be equal for a resume to use a checkpoint's asynchronously sampled batches."""
     settings = sampling_settings(args) | {"max_model_len": args.vllm_max_model_length}
     return json.dumps(settings, sort_keys=True, default=str)
 
 
 def see_all(folder: Path, world_size: int, timeouts: Timeouts = USUAL) -> None:
-    """Until what all ranks have written is here. On rank 0."""
+    """Wait until rank 0 sees the files of all ranks. On rank 0.
+
+    Raises:
+        ValueError: some are missing after `timeouts.visible_s`.
+    """
     deadline = time.monotonic() + timeouts.visible_s
     while missing := [rank for rank in range(world_size) if not (folder / f"rollout_state_{rank}.pt").exists()]:
         if time.monotonic() > deadline:
@@ -332,14 +347,14 @@ def see_all(folder: Path, world_size: int, timeouts: Timeouts = USUAL) -> None:
                 f"rank 0 does not see in {folder} what ranks {missing} wrote [GRPO-708]: put output_dir on a file "
                 "system that all nodes share"
             )
-        time.sleep(0.5)  # what a network file system knows of a folder may be some seconds old
+        time.sleep(0.5)  # a network file system may show a folder as it was some seconds ago
 
 
 @contextlib.contextmanager
 def reporting_a_full_disk(folder: Path, rank: int, world_size: int) -> Iterator[None]:
-    """Say of a failed write that the disk is full; torch's writer names a line of its source instead (2.13).
+    """Turn a failed write on a full disk into a clear error; torch's writer names a line of its source (2.13).
 
-    What this rank has written of the checkpoint goes, so that the failure's record finds space.
+    Deletes this rank's files of the checkpoint, so that the failure record finds space.
 
     Raises:
         OSError: the disk is full.

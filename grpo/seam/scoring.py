@@ -1,4 +1,4 @@
-"""Rewards of a batch, which begin when their completions are there."""
+"""Rewards of a batch, started as soon as completions arrive."""
 
 import contextlib
 import copy
@@ -28,37 +28,37 @@ _log = logging.getLogger(__name__)
 
 Inputs = Sequence[Mapping[str, Any]]
 Generate = Callable[[list[Any]], Sequence[Any]]
-"""TRL's `_generate`: of prompts what it calls prompt ids, completion ids, mask, completions and so on."""
+"""TRL's `_generate`: takes prompts; returns prompt ids, completion ids, tool mask, completions and so on."""
 
 
 def use_device(device: torch.device) -> None:
-    """For a thread in which code of the user's runs."""
+    """Set the CUDA device of a thread that runs the user's code."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # which is each thread's own
+        torch.cuda.set_device(device)  # it is set per thread
 
 
 class BatchRewards:
-    """Reward functions of the batch that is being made: they run while others are sampled, or scored by models.
+    """Reward functions of the batch being sampled: they run while other completions are sampled or scored by models.
 
-    TRL calls what stands in for them. It is not given stand-ins once and for all, at construction: it names and loads
-    what it is given, users change `reward_funcs` later, and what is left out has no reward on any rank.
+    TRL calls stand-ins that return their results. The stand-ins replace `reward_funcs` only during that call, not from
+    construction on: TRL names and loads the functions it is given, and users may change `reward_funcs` later.
     """
 
     def __init__(self, view: TrainerView, run: JobRun, timing: Timing) -> None:
         self._view, self._run, self._timing = view, run, timing
         self.inputs: Sequence[Mapping[str, Any]] = ()
-        """This rank's rows of the batch: one for each completion, with all columns of the data."""
+        """This rank's rows of the batch, one per completion, with all columns of the data set."""
         self.is_chat = False
-        """Whether its prompts are messages."""
+        """True if its prompts are messages."""
         self._compares = True
-        """Until functions were called beside the main thread and in it."""
+        """True until functions have been compared outside and inside the main thread."""
         self._scoring: Scoring | None = None
         self._ahead: dict[int, Scoring] = {}
-        """By its number of each batch whose completions are scored before training asks for it."""
+        """Scoring of later batches, by batch number."""
 
     @property
     def scoring(self) -> Scoring:
-        """By the trainer's present functions; in local mode."""
+        """Scoring by the trainer's present reward functions, in local mode."""
         args, accelerator, functions = self._view.args, self._view.accelerator, self._view.reward_funcs
         if self._scoring is not None and self._scoring.scores(functions):
             return self._scoring
@@ -80,7 +80,8 @@ class BatchRewards:
         return self._view.async_loop
 
     def _asks_environments(self, func: Any) -> bool:
-        """Whether it is given environments that live in the main thread, as `get_reward` in TRL's wrapper is (1.16)."""
+        """Return whether the function takes environments of the main thread, as TRL's `get_reward` wrapper does
+        (1.16)."""
         code = getattr(inspect.unwrap(func), "__code__", None)
         if not self._view.environment_factories or code is None or "environments" not in inspect.getargs(code).args:
             return False
@@ -88,7 +89,7 @@ class BatchRewards:
 
     @contextlib.contextmanager
     def of_batch(self, inputs: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-        """While a batch of these rows is made."""
+        """Hold the rows of a batch while it is sampled."""
         self.inputs = inputs
         try:
             yield
@@ -96,7 +97,7 @@ class BatchRewards:
             self.inputs = ()
 
     def sample(self, generate: Generate, prompts: list[Any]) -> Sequence[Any]:
-        """Sample; rewards begin, at the latest, when it is over."""
+        """Sample by TRL's `_generate`, and start the rewards, at the latest when all completions have arrived."""
         self.is_chat = is_conversational({"prompt": prompts[0]})
         if len(self.inputs) != len(prompts):  # a subclass may ask for completions alone
             return _with_messages(generate(prompts))
@@ -112,10 +113,14 @@ class BatchRewards:
         return generated
 
     def begin_ahead(self, number: int, read: Callable[[], Inputs | None]) -> OnEnd | None:
-        """Score completions of the batch with this number as they come; None where no function does.
+        """Prepare scoring of a later batch's completions as they arrive.
 
         Args:
-            read: gives this rank's rows of it.
+            number: number of the batch.
+            read: returns this rank's rows of it; None if training ends before.
+
+        Returns:
+            A function to call with each completion; None if no reward function may run so early.
         """
         if not self.scoring.starts_ahead or (inputs := read()) is None:
             return None
@@ -127,12 +132,12 @@ class BatchRewards:
         return partial(self.add, scoring)
 
     def drop_ahead(self, number: int) -> None:
-        """Training will not ask for the batch with this number."""
+        """Drop the scoring of a later batch that training will not use."""
         if (scoring := self._ahead.pop(number, None)) is not None:
             scoring.drop()
 
     def add(self, scoring: Scoring, row: int, episode: Episode) -> None:
-        """An episode has ended. From any thread."""
+        """Score the completion of an episode that has ended. From any thread."""
         if episode.refusal is None:
             completion = episode.messages if self.is_chat else episode.messages[0]["content"]
             scoring.add(row, completion, episode.token_ids)
@@ -140,11 +145,13 @@ class BatchRewards:
     def calculate(
         self, call: Callable[..., torch.Tensor], inputs: Any, prompts: Any, completions: Any, completion_ids: Any
     ) -> torch.Tensor:
-        """Rewards of all ranks, by TRL's `_calculate_rewards`; rows whose prompts no engine took are shown to no
-        function, and have none."""
+        """Return the rewards of all ranks by TRL's `_calculate_rewards`, [completions, functions]. Collective.
+
+        Rows refused by the engines are passed to no function; their rewards are NaN.
+        """
         refused = self._view.engines.refused_rows
         rows, functions = self._rows(inputs, prompts), self._view.reward_funcs
-        if not self.scoring.is_of(functions, rows, completions, completion_ids):  # of a subclass, or changed
+        if not self.scoring.is_of(functions, rows, completions, completion_ids):  # a subclass has changed them
             self.scoring.begin(rows, self._groups(len(prompts)))
             self._start(rows, completions, completion_ids)
         args, self._compares, compares = self._view.args, False, self._compares
@@ -152,7 +159,7 @@ class BatchRewards:
             self._compare_threads()
         self._view.reward_funcs = self.scoring.stand_ins()
         try:
-            with self._timing.timeline.rest(SCORE):  # models, and waiting for other ranks' rewards
+            with self._timing.timeline.rest(SCORE):  # reward models, and the wait for other ranks' rewards
                 rewards = call(inputs, prompts, completions, completion_ids)
         finally:
             self._view.reward_funcs = functions
@@ -165,14 +172,15 @@ class BatchRewards:
         self.scoring.start(rows, completions, completion_ids, groups, refused=refused)
 
     def leave_out_refused(self, scored: Batch) -> None:
-        """Rows whose prompts no engine took are not trained on. Collective where there are any."""
+        """Take rows refused by the engines out of the loss. Collective if there are any."""
         if (refused := self._view.engines.refused_rows) is not None:
             scored["completion_mask"][refused] = 0
             counted = scored["completion_mask"] * scored.get("tool_mask", 1)
             scored["num_items_in_batch"] = self._view.accelerator.gather(counted.sum()).sum()  # as TRL does (1.16)
 
     def _compare_threads(self) -> None:
-        """A function that one rank has to call in the main thread is called there by all. Collective over the job."""
+        """Compare functions inside and outside the main thread; one that needs it on any rank runs in it on all ranks.
+        Collective over the job."""
         accelerator = self._view.accelerator
         states = random_states()
         mine = torch.tensor(self.scoring.compare(), device=accelerator.device)
@@ -187,7 +195,7 @@ class BatchRewards:
         return Rows(inputs, prompts, self._view.environments, self._view.state)
 
     def _groups(self, num_rows: int) -> list[list[int]]:
-        """This rank's rows of each prompt."""
+        """Return this rank's rows, grouped by prompt."""
         first = self._view.accelerator.process_index * num_rows
         groups = defaultdict(list)
         for row in range(num_rows):
@@ -196,7 +204,7 @@ class BatchRewards:
 
 
 def _with_messages(generated: Sequence[Any]) -> Sequence[Any]:
-    """What TRL generates, with the messages that a rollout function gives in place of the decoded tokens."""
+    """Return TRL's output with a rollout function's messages, where given, in place of decoded completions."""
     prompt_ids, completion_ids, mask, completions, logprobs, more, *pictures = generated
     if (messages := more.pop("completions", None)) is not None:
         completions = [own if each is None else each for own, each in zip(completions, messages, strict=True)]
@@ -204,7 +212,7 @@ def _with_messages(generated: Sequence[Any]) -> Sequence[Any]:
 
 
 def _with_fields(inputs: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows with what a rollout function gives beside its completions, as TRL merges it (1.16)."""
+    """Return rows with a rollout function's extra fields, merged as in TRL (1.16)."""
     rows = []
     for number, row in enumerate(inputs):
         own = {name: values for name, values in fields.items() if not isinstance(values, list)}

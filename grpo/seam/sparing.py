@@ -1,7 +1,7 @@
-"""Batches that sample spare groups, and train on those that teach.
+"""Spare groups: batches sample more groups than they train on, and drop flat ones.
 
-What TRL 1.16 leaves open here: a batch is trained on as it was sampled, groups in which all completions have the same
-reward included, whose advantages are 0.
+TRL 1.16 trains on all sampled groups. A flat group, whose completions all have the same reward, has advantages of 0 and
+teaches nothing.
 """
 
 import json
@@ -21,30 +21,34 @@ from grpo.seam.view import TrainerView
 
 _log = logging.getLogger(__name__)
 
-FLAT_WINDOW = 20  # batches, over which the share of flat groups is looked at
+FLAT_WINDOW = 20  # batches over which the share of flat groups is averaged
 MOSTLY_FLAT = 0.5
 
 
 class SpareGroups:
-    """Batches of which each samples `spare_groups` more groups than it trains on; see `grpo.rollout.spares`."""
+    """Sampling of `spare_groups` more groups per batch than are trained on; see `grpo.rollout.spares`."""
 
     def __init__(self, view: TrainerView, run: JobRun, order: PromptOrder, rewards: BatchRewards) -> None:
         self._view, self._run, self._order, self._rewards = view, run, order, rewards
         self._kept_rewards: torch.Tensor | None = None
-        """[completions, functions] of the rows that are trained on, of all ranks; until TRL asks for them."""
+        """Rewards of all ranks' rows to train on, [completions, functions], until TRL asks for them."""
         self._flat_shares: Sequence[float] = ()
         self._flat_batches = 0
-        """In a row, without a group that teaches."""
+        """Number of batches in a row with flat groups alone."""
         self._has_said_flat = False
 
     def sample(self, prompts: list[Any], generate: Generate, calculate: Callable[..., torch.Tensor]) -> Sequence[Any]:
-        """Sample this rank's share of all groups; then go on with the rows that it trains on.
+        """Sample this rank's share of all groups, and return the rows that it trains on. Collective.
 
         Args:
-            prompts: are replaced by those of these rows.
-            calculate: the rewards of sampled rows, of all ranks.
+            prompts: replaced in place by the prompts of these rows.
+            generate: samples prompts; see `Generate`.
+            calculate: returns the rewards of sampled rows, of all ranks.
+
+        Raises:
+            StepFailed: `max_flat_batches` batches in a row had only flat groups.
         """
-        self._kept_rewards = None  # of a batch that did not come to its end
+        self._kept_rewards = None  # left by an unfinished batch
         view, inputs = self._view, self._rewards.inputs
         if not view.args.spare_groups or view.mode != "train" or len(inputs) != len(prompts):
             return generate(prompts)
@@ -68,16 +72,16 @@ class SpareGroups:
         return self._generated_rows(generated, prompts, mine)
 
     def take_rewards(self) -> torch.Tensor | None:
-        """Of the batch that was sampled so, once."""
+        """Return the rewards of a batch sampled with spare groups, once; None for other batches."""
         rewards, self._kept_rewards = self._kept_rewards, None
         return rewards
 
     def _own_rows(self, wanted: np.ndarray) -> list[int]:
-        """This rank's part of the rows that are trained on."""
+        """Return this rank's part of the rows to train on."""
         return np.split(wanted, self._view.accelerator.num_processes)[self._view.accelerator.process_index].tolist()
 
     def _choose_rows(self, rewards: torch.Tensor) -> np.ndarray:
-        """The numbers of the rows to train on. The same on every rank, whose rewards are the same."""
+        """Return the numbers of the rows to train on. Equal on all ranks, as their rewards are equal."""
         size = self._view.args.num_generations
         found = rewards.float().cpu()
         if self._view.args.multi_objective_aggregation == "sum_then_normalize":
@@ -124,7 +128,7 @@ class SpareGroups:
                 )
 
     def _deal_rows(self, completions: Sequence[Any], tool_mask: Sequence[Any] | None, wanted: np.ndarray) -> DealtRows:
-        """Rows with what TRL needs of them, at the rank that trains on them. Collective."""
+        """Move rows, with the fields that TRL needs, to the ranks that train on them. Collective."""
         batch, pending = self._view.engines.last_batch, self._view.pending_extra
         assert batch is not None, "it was sampled"
         extra = {name: values for name, values in pending.items() if len(values) == len(completions)}
@@ -144,7 +148,7 @@ class SpareGroups:
         return deal(self._run.groups, DealtRows(completions=batch.completions, texts=texts), wanted)
 
     def _generated_rows(self, generated: Sequence[Any], prompts: list[Any], mine: DealtRows) -> tuple[Any, ...]:
-        """As TRL's `_generate` gives it (1.16), of other rows."""
+        """Return the dealt rows in the form of TRL's `_generate` (1.16)."""
         beside: list[Mapping[str, Any]] = [json.loads(text) for text in mine.texts]
         for name in {name for each in beside for name in each["extra"]}:
             self._view.pending_extra[name] = [each["extra"].get(name) for each in beside]

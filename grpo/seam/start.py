@@ -1,4 +1,4 @@
-"""How a trainer starts: its place in the job, this node's engines beside TRL's own `__init__`, then both together."""
+"""Start of a trainer: its place in the job, this node's engines beside TRL's own `__init__`, then both together."""
 
 import copy
 import os
@@ -47,16 +47,16 @@ from grpo.weights.probe import TEXT_TOKENS
 from grpo.weights.trained import TrainedModel
 
 Arguments = dict[str, Any]
-"""Of TRL's trainer, by name."""
+"""Arguments of TRL's trainer, by name."""
 Init = Callable[..., None]
 """TRL's `__init__`."""
 
 
 def own_args(args: GRPOConfig | None, model: "str | PreTrainedModel") -> GRPOConfig:
-    """The trainer's copy of its arguments: some fields depend on where it is, and TRL sets others.
+    """Copy the trainer's `args`: some fields depend on the rank's place, and TRL sets others.
 
     Raises:
-        TypeError: they are another library's.
+        TypeError: `args` is another library's configuration.
     """
     if args is None:
         name = model if isinstance(model, str) else model.config._name_or_path
@@ -70,28 +70,33 @@ def start(parts: TrainerParts, arguments: Arguments, init: Init, start_engine: S
     """Make TRL's trainer, and open the run. Collective.
 
     Args:
-        arguments: of the trainer; some are replaced.
+        arguments: the trainer's arguments; some are replaced.
+        init: TRL's `__init__`.
         start_engine: starts each engine.
 
     Returns:
         This node's engines; None in other modes than local.
+
+    Raises:
+        ValueError: the arguments do not go together, or with the data, the model or the job.
+        JobFailed: another rank has failed.
     """
     args: GRPOConfig = arguments["args"]
     launch = read_launch(os.environ)
     if args.local_mode:
         if launch.launched:
-            start_first_host()  # unless one waits already, or this node's engines have been started before
+            start_first_host()  # unless one waits already, or this node has started its engines before
         with parts.run.recording_failures(args.output_dir):
             refuse_unsupported(arguments)
             refuse_main_thread_ahead(arguments)
             check_inputs(arguments)
             return _start_local(parts, arguments, init, start_engine)
-    drop_host()  # that `grpo launch` has started for engines
+    drop_host()  # `grpo launch` may have started one for engines
     join_deepspeed(args.deepspeed)
     if launch.rank == 0:
-        make_run_folder(Path(args.output_dir))  # transformers would make it for everybody to read
+        make_run_folder(Path(args.output_dir))  # transformers would make it readable for everybody
     init(**arguments)
-    # A launcher sends SIGTERM when a rank has failed, and here no watch could tell that from a request.
+    # A launcher sends SIGTERM when a rank has failed; without a watch it looks the same as a request to stop.
     signals = StopSignals(sigterm=False)
     signals.take()
     parts.run.open(args, signals)
@@ -100,7 +105,7 @@ def start(parts: TrainerParts, arguments: Arguments, init: Init, start_engine: S
 
 
 def _start_local(parts: TrainerParts, arguments: Arguments, init: Init, start_engine: StartEngine) -> LocalVLLM:
-    """Engines first, so that they start while TRL loads the model; then TRL's trainer; then both together."""
+    """Start the engines, then TRL's trainer while they load, then connect both. Collective."""
     args: GRPOConfig = arguments["args"]
     run, view, pictures = parts.run, parts.view, parts.pictures
     output_dir, given = Path(args.output_dir), arguments["processing_class"]
@@ -128,7 +133,7 @@ def _start_local(parts: TrainerParts, arguments: Arguments, init: Init, start_en
         _open_run(parts, arguments, topology, watch, name)
         firsts: list[FirstRow] = []
 
-        def try_first() -> list[int]:  # on rank 0; ordinary text, of which a verification takes no more
+        def try_first() -> list[int]:  # on rank 0; ordinary text, as long as a verification needs
             firsts.append(try_first_row(arguments))
             return firsts[0].text[:TEXT_TOKENS]
 
@@ -178,7 +183,7 @@ def _start_local(parts: TrainerParts, arguments: Arguments, init: Init, start_en
             autocast=view.accelerator.autocast,
             pictures=pictures.find(text),
         )
-        if firsts and firsts[0].reward_loop is not None:  # what asynchronous rewards keep belongs to their first loop
+        if firsts and firsts[0].reward_loop is not None:  # objects of asynchronous rewards belong to their first loop
             view.async_loop = firsts[0].reward_loop
         local = view.engines = LocalVLLM(
             args,
@@ -199,7 +204,7 @@ def _start_local(parts: TrainerParts, arguments: Arguments, init: Init, start_en
 
 
 def _find_place(plain: "str | PreTrainedModel", args: GRPOConfig) -> tuple[NodeTopology, dict[int, int]]:
-    """This rank's place in the job, and the pids of this node's ranks. Collective."""
+    """Find this rank's place in the job, and the process ids of this node's ranks. Collective."""
     num_heads, num_kv_heads = attention_heads(plain, args)
     topology, pids = agree_on_topology(
         lambda: read_topology(
@@ -218,10 +223,10 @@ def _find_place(plain: "str | PreTrainedModel", args: GRPOConfig) -> tuple[NodeT
 
 
 def _open_run(parts: TrainerParts, arguments: Arguments, place: NodeTopology, watch: FailureWatch, model: str) -> None:
-    """Take the run's folder, with logs of this rank and, on the local main, of the node's sentinel. Collective."""
+    """Open the run's folder, and the logs of this rank and, on the local main, of the node's sentinel. Collective."""
     args: GRPOConfig = arguments["args"]
     run, rollout_s = parts.run, args.rollout_timeout
-    if arguments["environment_factory"]:  # as long to reset, and nobody need hear of it before the batch ends
+    if arguments["environment_factory"]:  # resets have the same limit again, before the ranks meet
         rollout_s *= 2
     run.open(
         args,
@@ -248,13 +253,13 @@ def _open_run(parts: TrainerParts, arguments: Arguments, place: NodeTopology, wa
 
 
 def _clients_of(engines: EngineSupervisor) -> Callable[[], Sequence[EngineLike]]:
-    """The present ones, while there are any, by whoever must not hold them."""
+    """Return a function that lists the present clients and holds no reference to the supervisor."""
     alive = weakref.ref(engines)
     return lambda: [] if (found := alive()) is None else found.clients
 
 
 def _init_without_a_generator(parts: TrainerParts, arguments: Arguments, init: Init) -> None:
-    """TRL would build a generator of its own; it takes ours in the same place afterwards."""
+    """Run TRL's `__init__` without its own generator; the node's engines take its place afterwards."""
     args: GRPOConfig = arguments["args"]
     func, corrects = arguments["rollout_func"], args.vllm_importance_sampling_correction
     args.use_vllm = False

@@ -1,4 +1,4 @@
-"""No padding is computed that no row of a micro-batch needs.
+"""Trimming of padding to the longest row of each micro-batch.
 
 TRL 1.16 pads a rank's generation batch to its longest prompt and its longest completion, shuffles the rows, and
 computes every micro-batch at that width.
@@ -19,31 +19,31 @@ Score = Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | No
 
 
 class Trimming:
-    """Forward passes that are as wide as the rows that they are of; see `GRPOConfig.trim_padding`."""
+    """Forward passes as wide as their longest row; see `GRPOConfig.trim_padding`."""
 
     def __init__(self, view: TrainerView) -> None:
         self._view = view
 
     @property
     def is_on(self) -> bool:
-        """TRL's other modes are left as they are."""
+        """True in local mode with `trim_padding`."""
         return self._view.args.local_mode and self._view.args.trim_padding
 
     def trim(self, inputs: Batch) -> Batch:
-        """Trim a generation batch that has just come. Collective.
+        """Trim a new generation batch. Collective.
 
         Args:
-            inputs: the micro-batch of it that TRL would train on now.
+            inputs: its micro-batch that TRL would train on now.
 
         Returns:
-            The one in its place.
+            The micro-batch to train on instead.
         """
         view, args, batches = self._view, self._view.args, self._view.batch_in_use
-        if batches is None or view.has_processor:  # of which a rank may have images, and another none
+        if batches is None or view.has_processor:  # one rank's may have images, and another's none
             return inputs
         if self.is_on:
             if not self.depends_on_grouping():
-                # Blocks of so many never reach over an optimizer step's end, whichever of the two numbers is larger.
+                # Blocks of this size never cross an optimizer step's end, whichever of the two numbers is larger.
                 batches = sorted_in_blocks(batches, math.gcd(len(batches), args.gradient_accumulation_steps))
             batches = [trimmed(batch, args.pad_to_multiple_of) for batch in batches]
         self._note_padding(batches)
@@ -51,14 +51,14 @@ class Trimming:
         return batches[view.micro_batches % len(batches)]
 
     def depends_on_grouping(self) -> bool:
-        """Whether the loss is another one where a step's rows are dealt out to its micro-batches otherwise: it is a
-        mean over the tokens of each, or a subclass's own. Rows in the order of their lengths would shift it then."""
+        """Return whether the loss depends on the grouping of a step's rows into micro-batches: a mean over the tokens
+        of each micro-batch, or a subclass's own loss. Sorting rows by length would then change it."""
         view, args = self._view, self._view.args
         has_entropy = args.entropy_coef != 0.0 or args.use_adaptive_entropy or args.top_entropy_quantile < 1.0
         return view.has_own_loss or args.loss_type == "bnpo" or has_entropy or view.has_aux_loss
 
     def _note_padding(self, batches: list[Batch]) -> None:
-        """The share of pads in what training computes, over all ranks. Collective."""
+        """Note the share of pad tokens in training's forward passes, over all ranks. Collective."""
         masks = [batch[name].flatten() for batch in batches for name in ("prompt_mask", "completion_mask")]
         share = torch.cat(masks).eq(0).double()
         counts = torch.stack([share.sum(), share.new_tensor(len(share))])
@@ -75,9 +75,15 @@ class Trimming:
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's log-probabilities and entropies. Rows that come in several chunks, which are those of a whole
-        generation batch, are scored in the order of their lengths, each chunk as wide as its rows; [rows,
-        logits_to_keep] in the order given, 0 where a chunk had no column."""
+        """Compute log-probabilities and entropies by TRL's `call`.
+
+        A generation batch comes in several chunks: its rows are scored in order of length, each chunk as wide as its
+        longest row.
+
+        Returns:
+            Log-probabilities, entropies or None, both [rows, logits_to_keep] in the given order, 0 outside a chunk's
+            columns; and TRL's auxiliary loss or None.
+        """
         more = [value for name, value in kwargs.items() if name != "compute_entropy"]
         is_plain = all(value is None or value is False for value in more)
         if not self.is_on or not is_plain or batch_size is None or batch_size >= len(input_ids):
@@ -95,10 +101,10 @@ class Trimming:
 
 
 def trimmed(batch: Mapping[str, Any], multiple: int | None = None) -> Batch:
-    """A micro-batch without the columns in which no row has a token: prompts' on the left, completions' on the right.
+    """Trim a micro-batch's columns without tokens: on the left of prompts, on the right of completions.
 
     Args:
-        multiple: of which the number of columns is one, as far as there are so many.
+        multiple: the number of columns is rounded up to a multiple of it, as far as there are columns.
 
     Example:
         >>> mask = torch.tensor([[0, 0, 1], [0, 1, 1]])
@@ -121,24 +127,25 @@ def trimmed(batch: Mapping[str, Any], multiple: int | None = None) -> Batch:
 
 
 def sorted_in_blocks(batches: list[Batch], size: int) -> list[Batch]:
-    """The same rows, those of each block of so many micro-batches in the order of their lengths, longest first: what
-    does not fit a device's memory shows at once."""
+    """Sort the rows of each block of `size` micro-batches by length, longest first: if memory does not suffice, it
+    shows at once."""
     blocks = [batches[start : start + size] for start in range(0, len(batches), size)]
     return [batch for block in blocks for batch in split_tensor_dict(_sorted(block), size)]
 
 
 def by_length(mask: torch.Tensor) -> torch.Tensor:
-    """Rows of an attention mask [rows, columns], longest first; of equals the first one."""
+    """Return the row numbers of an attention mask [rows, columns], longest first; equal rows keep their order."""
     return mask.sum(1).argsort(descending=True, stable=True)
 
 
 def used_columns(mask: torch.Tensor, logits_to_keep: int, multiple: int | None = None) -> tuple[slice, int]:
-    """Columns in which a row has a token, and how many of these are completions'.
+    """Return the columns with tokens, and the number of completion columns among them.
 
     Args:
-        mask: attention mask [rows, columns], of prompts that are padded on the left, and of so many columns of
-            completions, that are padded on the right.
-        multiple: of which the number of columns of either is one, as far as there are so many.
+        mask: attention mask [rows, columns]: prompts, padded on the left, then completions, padded on the right.
+        logits_to_keep: number of completion columns in `mask`.
+        multiple: the width of prompts and of completions is each rounded up to a multiple of it, as far as there are
+            columns.
     """
     num_prompt = mask.shape[1] - logits_to_keep
     width = _width(mask[:, :num_prompt].flip(1), multiple)
@@ -147,14 +154,14 @@ def used_columns(mask: torch.Tensor, logits_to_keep: int, multiple: int | None =
 
 
 def _width(mask: torch.Tensor, multiple: int | None) -> int:
-    """Up to the last column in which a row has a token; at least one."""
+    """Return the number of columns up to the last one with a token, at least 1, rounded up to `multiple`."""
     used = mask.any(0).nonzero()
     width = int(used[-1]) + 1 if len(used) else 1
     return min(mask.shape[1], math.ceil(width / (multiple or 1)) * (multiple or 1))
 
 
 def _sorted(batches: list[Batch]) -> Batch:
-    """One batch of all rows, by their lengths; what is not of rows is the same in all."""
+    """Join micro-batches, with rows sorted by length. Values that are not per row are equal in all of them."""
     masks = [torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1) for batch in batches]
     order = by_length(torch.cat(masks))
 

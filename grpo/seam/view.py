@@ -1,4 +1,4 @@
-"""A trainer as its parts see it: TRL's attributes, private ones under names that stay."""
+"""View of a trainer for its parts: TRL's attributes, private ones under stable names."""
 
 import asyncio
 import weakref
@@ -16,7 +16,7 @@ Batch = dict[str, Any]
 
 
 def trls(name: str, *default: Any) -> Any:
-    """TRL's or transformers' attribute of this name, to be read and to be set."""
+    """Make a property that reads and sets an attribute of TRL's or transformers'."""
 
     def assign(view: "TrainerView", value: Any) -> None:
         setattr(view.trainer, name, value)
@@ -25,7 +25,7 @@ def trls(name: str, *default: Any) -> Any:
 
 
 class TrainerView:
-    """All that parts may know of their trainer, once TRL has made it; none of them keeps it alive."""
+    """Interface of the trainer to its parts, once TRL has made it. It holds the trainer weakly."""
 
     args: Any = trls("args")
     """A `GRPOConfig`."""
@@ -48,34 +48,34 @@ class TrainerView:
     environments: Sequence[Any] | None = trls("environments")
     environment_factories: Any = trls("environment_factories")
     environment_pool: dict[Any, list[Any]] = trls("_environment_pool")
-    """By their factory's name those that are reused."""
+    """Environments to reuse, by their factory's name."""
     reward_funcs: list[Any] = trls("reward_funcs")
     reward_func_names: Sequence[str] = trls("reward_func_names")
     reward_weights: torch.Tensor = trls("reward_weights")
     has_aux_loss: bool = trls("aux_loss_enabled")
     engines: LocalVLLM = trls("vllm_generation")
-    """In local mode, which has them where TRL has its generator."""
+    """This node's engines, in local mode; they take the place of TRL's generator."""
     async_loop: asyncio.AbstractEventLoop | None = trls("async_loop", None)
-    """Of asynchronous rewards and tools, where there are any."""
+    """Event loop of asynchronous rewards and tools; None without any."""
     uses_vllm: bool = trls("use_vllm")
     synced_at: int = trls("_last_loaded_step")
-    """The step of the newest weight sync, by which TRL leaves out the next one; -1 lets it have one."""
+    """Step of the newest weight sync; TRL skips a second one in the same step. -1 forces the next one."""
     micro_batches: int = trls("_step")
-    """That training has begun, each as often as it is trained on."""
+    """Number of micro-batches that training has begun, counted as often as each is trained on."""
     batch_in_use: list[Batch] | None = trls("_buffered_inputs")
-    """The generation batch that is trained on, in this rank's micro-batches."""
+    """Generation batch in training, as this rank's micro-batches."""
     pending_extra: MutableMapping[str, list[Any]] = trls("_pending_extra_logs")
     """Columns that reward functions add to the table of completions."""
     said: dict[str, Any] = trls("_logs")
-    """That table: by column the newest rows of all ranks, on every rank."""
+    """Table of completions: the newest rows of all ranks by column, on every rank."""
     logs_images: bool = trls("log_multimodal")
-    """Whether TRL gathers images for it."""
+    """True if TRL gathers images for the table of completions."""
     figures: Mapping[str, MutableMapping[str, list[float]]] = trls("_metrics")
-    """By "train" or "eval" those since the last log, which has their means."""
+    """Values of each metric since the last log, which gives their means; by "train" or "eval"."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer: Any = weakref.proxy(trainer)
-        """As functions of the user's are given it."""
+        """Weak proxy of the trainer, also passed to the user's functions."""
 
     @property
     def mode(self) -> str:
@@ -83,28 +83,28 @@ class TrainerView:
 
     @property
     def group_size(self) -> int:
-        """Completions of a prompt, in the present mode."""
+        """Completions per prompt, in the present mode."""
         args = self.args
         return args.num_generations if self.mode == "train" else args.num_generations_eval or args.num_generations
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps; 0 before there is a trainer."""
+        """Number of optimizer steps done; 0 before there is a trainer."""
         return self.state.global_step if hasattr(self.trainer, "state") else 0
 
     @property
     def steps_per_batch(self) -> int:
-        """Micro-batches that a generation batch is trained on."""
+        """Number of micro-batches that training takes per generation batch, repetitions included."""
         return self.args.steps_per_generation * self.args.num_iterations
 
     @property
     def batch_number(self) -> int:
-        """Of the generation batch that is trained on, or comes next."""
+        """Number of the generation batch in training; between two batches, of the next one."""
         return self.micro_batches // self.steps_per_batch
 
     @property
     def has_processor(self) -> bool:
-        """Of prompts with images; else there is a tokenizer alone."""
+        """True with a processor of text and images; otherwise there is only a tokenizer."""
         return isinstance(self.processing_class, ProcessorMixin)
 
     @property
@@ -113,30 +113,30 @@ class TrainerView:
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether a subclass computes it."""
+        """True if a subclass computes the loss."""
         return self.trainer.__class__._compute_loss is not TRLTrainer._compute_loss
 
     def tokenize(self, prompts: list[Any]) -> list[list[int]]:
-        """Of a batch's prompts, in TRL's way; or in a subclass's."""
+        """Tokenize a batch's prompts by TRL's method, or a subclass's."""
         return self.trainer._tokenize_prompts(prompts)[0]
 
     def tool_suffix(self, messages: list[Any]) -> list[int]:
-        """What stands behind a completion in which tools were called: their answers, and the next turn's beginning."""
+        """Return the tokens after a turn with tool calls: the tools' answers, and the start of the next turn."""
         return self.trainer._get_tool_suffix_ids(messages)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In the way of transformers, by which DeepSpeed has its dtype."""
+        """Move a tensor to the device as transformers does, with DeepSpeed's dtype."""
         return self.trainer._prepare_input(tensor)
 
     def save_checkpoint(self) -> None:
-        """As at a step's end. Collective."""
+        """Save a checkpoint as at a step's end. Collective."""
         self.trainer._save_checkpoint(self.model_wrapped, None)
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Figures of the present mode, of which TRL logs the mean since the last log."""
+        """Add metrics of the present mode; TRL logs their means since the last log."""
         for name, value in metrics.items():
             self.figures[self.mode][name].append(value)
 
     def note_newest(self, name: str, value: float, mode: str = "train") -> None:
-        """A figure of which the newest value alone is logged."""
+        """Set a metric of which only the newest value is logged."""
         self.figures[mode][name] = [value]
