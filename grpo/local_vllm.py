@@ -47,8 +47,8 @@ class LocalVLLM:
         engines: started before the trainer's model is loaded.
         progress: returns the finished optimizer steps, "train" or "eval", and the number of the requested generation
             batch of training.
-        prompts_of_batch: returns this rank's prompts of the generation batch with a number, to be sampled ahead; None,
-            on every rank, if there is none.
+        prompts_of_batch: returns this rank's prompts of the generation batch with a number, for asynchronous
+            generation; None, on every rank, if there is none.
         engine_ids: returns this rank's token ids of the requested prompts with images, with one placeholder for each
             image.
         on_restart: called for every restarted engine of the job, on every rank.
@@ -187,7 +187,8 @@ class LocalVLLM:
         num_generations: int,
         profiler: contextlib.AbstractContextManager | None = None,
     ) -> "tuple[list[list[int]], list[list[int]], list[SingleValues], None]":
-        """Return one completion for each prompt of this rank, sampled now or ahead. Collective over the job.
+        """Return one completion for each prompt of this rank; with asynchronous generation, those sampled earlier.
+        Collective over the job.
 
         Args:
             prompts: token ids; copies of a prompt are adjacent over the node's ranks. With images: expanded by the
@@ -202,7 +203,7 @@ class LocalVLLM:
 
         Raises:
             JobFailed: on every rank, if an engine failed on any node.
-            RuntimeError: the batch sampled ahead has other prompts; or there was no weight sync yet.
+            RuntimeError: the batch sampled earlier has other prompts; or there was no weight sync yet.
         """
         del num_generations
         self._check_open()
@@ -318,18 +319,18 @@ class LocalVLLM:
         return facts_of(self.last_batch.completions, self._last_prompt_tokens, end_tokens)
 
     def rest_for_weights(self) -> None:
-        """Wait for batches sampled ahead, if weight syncs need idle engines. Collective over the job."""
+        """Wait for asynchronous generation, if weight syncs need idle engines. Collective over the job."""
         if self.args.generation_lookahead < 2:
             self.wait_for_batches()
 
     def wait_for_batches(self) -> None:
-        """Wait for all batches sampled ahead. Collective over the job."""
+        """Wait for asynchronous generation: all batches under way. Collective over the job."""
         if self._serving is not None:
             with self._timeline.span(WAIT_GENERATE), self._watch.during("generate"):
                 self._serving.wait()
 
     def keep_ahead(self, gives_up: Callable[[], bool]) -> list[dict[str, Any]]:
-        """Return batches sampled ahead for a checkpoint: `GenerationBatches.kept`. Collective."""
+        """Return the batches of asynchronous generation for a checkpoint: `GenerationBatches.kept`. Collective."""
         if self.kept_batches or self._serving is None:
             return self.kept_batches  # of the last checkpoint, if training has not reached them yet
         with self._timeline.span(WAIT_GENERATE), self._watch.during("generate"):
@@ -337,7 +338,7 @@ class LocalVLLM:
             return self._serving.batches.kept(versions=versions, gives_up=gives_up)
 
     def drop_ahead(self) -> None:
-        """Drop batches sampled ahead. On every rank, but not collective."""
+        """Drop the batches of asynchronous generation. On every rank, but not collective."""
         self.kept_batches = []
         if self._serving is not None:
             self._serving.drop()

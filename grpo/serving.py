@@ -86,13 +86,13 @@ class Serving:
     """Episodes of this rank, for multi-turn rollouts only."""
 
     def wait(self) -> None:
-        """Wait for all batches sampled ahead. Collective over the job."""
+        """Wait for asynchronous generation: all batches under way. Collective over the job."""
         self.batches.wait()
         if self.multi_turn is not None:
             self.multi_turn.wait()
 
     def drop(self) -> None:
-        """Drop batches sampled ahead. On every rank, but not collective."""
+        """Drop the batches of asynchronous generation. On every rank, but not collective."""
         self.batches.drop()
         if self.multi_turn is not None:
             self.multi_turn.drop()

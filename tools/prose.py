@@ -1,4 +1,4 @@
-"""Words of README, docs/ and docstrings: rates to keep, words of our own that no page uses, first words to avoid.
+"""Words of README, docs/ and docstrings: rates to keep, words of our own to avoid, first words to avoid.
 
     python -m tools.prose               the rates of all pages and of all docstrings; exits with 1 for a broken rule
     python -m tools.prose --pages       the rates of each page as well, the worst first
@@ -41,6 +41,9 @@ PRIVATE = {
     r"sampl(?:e|es|ed|ing)\s+(?:[\w.]+\s+){0,3}?ahead": "asynchronous generation",
 }
 """A word of our own, and the field's, which docs/architecture.md explains."""
+
+STANDARD = {"grpo/faults/channel.py": ("prove", "proves", "proof")}
+"""Words that are the field's own in a file's docstrings: a handshake proves that both sides know a secret."""
 
 NO_SUBJECT = re.compile(
     r"\s*(how|its?|of|that|they|those|what|when|where|whether|which|who|whom|whose|why)\b", re.IGNORECASE
@@ -157,6 +160,9 @@ def check_docstrings(root: Path, *, by_file: bool) -> Iterator[str]:
         for line, text in texts:
             if word := bad_start(text):
                 yield f'{name}:{line}: a docstring begins with a verb or a noun, not with "{word}"'
+            for within, word, instead in sorted(private_words(text)):
+                if word not in STANDARD.get(name, ()):
+                    yield f'{name}:{line + within - 1}: "{word}": write {instead}'
     yield from (f"docstrings: {each}" for each in broken_rates(total(counts), least_rates={}))
 
 

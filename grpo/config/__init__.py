@@ -71,10 +71,10 @@ class GRPOConfig(MultiTurnConfig, EvaluationConfig, GroupConfig, RecordingConfig
     """How LoRA adapters reach the engines: 'adapter' (the base once, then adapters alone), 'merge' (inside of the
     weights that are synced), or 'auto': by themselves where vLLM can hold them."""
     generation_lookahead: int = 0
-    """Generation batches that the engines sample ahead while the ranks train: 0 is on-policy; with 1 engines and ranks
-    work at the same time, and completions are one weight sync older when they are trained on, which importance sampling
-    corrects. With N of 2 or more, N batches are under way and weights reach engines that go on sampling: a step waits
-    less for the longest completions, which are up to N weight syncs old."""
+    """Generation batches that the engines sample while the ranks still train on earlier ones: 0 is on-policy; with 1
+    engines and ranks work at the same time, and completions are one weight sync older when they are trained on, which
+    importance sampling corrects. With N of 2 or more, N batches are under way and weights reach engines that go on
+    sampling: a step waits less for the longest completions, which are up to N weight syncs old."""
     old_logprobs: str = "trainer"
     """Whose log-probabilities the loss takes for those of the policy that has sampled. 'trainer': what the trainer
     computes of each generation batch before it is trained on; importance sampling corrects for how far the engines are

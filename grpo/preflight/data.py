@@ -92,7 +92,7 @@ def prompt_ids(
         tools: described by the template, beside the prompt.
 
     Raises:
-        ValueError: messages without a chat template, or a prompt without room for a completion.
+        ValueError: messages without a chat template, or a prompt too long for any completion.
     """
     prompt, limit = row["prompt"], args.vllm_max_model_length
     name = getattr(tokenizer, "tokenizer", tokenizer).name_or_path
@@ -130,7 +130,7 @@ def prompt_ids(
 
 
 def check_prompt_lengths(dataset: Any, tokenizer: Any, args: GRPOConfig, tools: Sequence[Any] | None = None) -> None:
-    """Check that every prompt leaves room for a sampled token; for streamed or generated data, only the first ones.
+    """Check that every prompt is short enough for a sampled token; for streamed or generated data, only the first ones.
 
     A prompt has at most as many tokens as bytes, plus its template's: only prompts that may be too long are tokenized,
     for at most `LONG_PROMPTS_S`.

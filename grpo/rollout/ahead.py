@@ -1,4 +1,4 @@
-"""Generation batches in training's order, sampled on request or ahead of it (asynchronous generation)."""
+"""Generation batches in training's order, sampled on request or before it (asynchronous generation)."""
 
 import logging
 import time
@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 OTHER_PROMPTS = (
-    "the prompts that were sampled ahead are not those that training asks for now [GRPO-611]: the data set, its "
-    "transform or the data loader gives other rows when it is read again; set generation_lookahead to 0"
+    "training's prompts are not those of the batch that was sampled for it [GRPO-611]: the data set, its transform or "
+    "the data loader gives other rows when it is read again; set generation_lookahead to 0"
 )
 
 
@@ -257,7 +257,7 @@ class GenerationBatches:
             self._under_way.append(each)
 
     def drop(self) -> None:
-        """Drop the batches sampled ahead. On every rank, but not collective."""
+        """Drop the batches of asynchronous generation. On every rank, but not collective."""
         for submitted in self._under_way:
             self._sampler.drop(submitted.pending)
         self._under_way.clear()
@@ -307,6 +307,6 @@ def dealt(kept: Sequence[Sequence[Mapping[str, Any]]], ranks: int) -> list[list[
 
 
 def _are_equal(one: Prompts, other: Prompts) -> bool:
-    """Compare text prompts; prompts with images are not sampled ahead."""
+    """Compare text prompts; asynchronous generation takes no prompts with images."""
     rows, others = one.rows, other.rows
     return np.array_equal(rows.lengths, others.lengths) and np.array_equal(rows.token_ids, others.token_ids)

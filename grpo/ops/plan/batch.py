@@ -31,7 +31,7 @@ class PlannedBatch:
     optimizer_steps_per_generation: float
     """Optimizer steps per generation batch; below 1 if a step takes several."""
     generation_lookahead: int
-    """Generation batches sampled ahead; each one adds a weight sync of policy lag."""
+    """Batches of asynchronous generation; each one adds a weight sync of policy lag."""
     node_completions: tuple[int, ...]
     """Completions of one generation batch to train on, per node."""
     node_samples: tuple[int, ...]

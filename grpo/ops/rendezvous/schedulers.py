@@ -16,7 +16,7 @@ _HOST_LIST_ENTRY = r"(?:[^\s,\[]|\[[^\]]*\])+"
 class SchedulerNodes:
     """Nodes of a job, from its scheduler's variables.
 
-    Example: Told(nodes=("n1", "n2"), rank=1, head_address="10.0.0.1").
+    Example: SchedulerNodes(nodes=("n1", "n2"), rank=1, head_address="10.0.0.1").
     """
 
     nodes: tuple[str, ...]

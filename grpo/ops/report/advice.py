@@ -70,7 +70,8 @@ class Figures:
 
     @property
     def is_multi_turn(self) -> bool:
-        """True with tools, environments or a rollout function: then nothing is sampled ahead or on other nodes."""
+        """True with tools, environments or a rollout function: no sampling on other nodes, and no advice to look
+        ahead."""
         return any(self.option(name, False) for name in MULTI_TURN)
 
     @property
@@ -158,7 +159,7 @@ def more_engines(figures: Figures) -> Advice | None:
     left = figures.wait_share - (figures.idle_share if figures.takes_turns else 0.0)
     if figures.node_is_slow or left < 0.35 or figures.depth is not None:  # more engines shorten no single completion
         return None
-    also = " even if they sample ahead" if figures.takes_turns else ""
+    also = " even with asynchronous generation" if figures.takes_turns else ""
     finding = f"ranks wait {percent(left)} for engines{also}"
     why = "Generation takes longer than training: engines with more devices shorten it, and fewer ranks train."
     fewest = min(figures.run.by_node("engines"), default=1)
@@ -185,7 +186,7 @@ def fewer_engines(figures: Figures) -> Advice | None:
         return None
     return Advice(
         setting=f"vllm_reserved_gpus: {(engines - 1) * each}",
-        finding=f"engines idle {percent(figures.idle_share)} although they sample ahead",
+        finding=f"engines idle {percent(figures.idle_share)} with asynchronous generation",
         why="Training takes longer than generation: a device that engines give back becomes a rank.",
         weight=figures.idle_share,
     )

@@ -48,7 +48,7 @@ def reference_parts(checkpoint: Path, ranks: int) -> list[dict[str, torch.Tensor
 
 
 def ahead_parts(checkpoint: Path, before: int, ranks: int) -> list[dict[str, Any] | None]:
-    """Deal the batches sampled ahead out to `ranks` new ranks."""
+    """Deal the batches of asynchronous generation out to `ranks` new ranks."""
     kept = [load_mapped(checkpoint / f"rollout_state_{rank}.pt").get("ahead") for rank in range(before)]
     if not all(kept):
         return [None] * ranks

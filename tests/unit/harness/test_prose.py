@@ -133,6 +133,22 @@ def test_docstrings_have_rates_over_all_files_together(
     ]
 
 
+def test_a_private_word_of_a_docstring_is_found_unless_it_is_the_fields_own_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("You start it.")
+    (tmp_path / "grpo" / "faults").mkdir(parents=True)
+    (tmp_path / "grpo" / "one.py").write_text('"""Words.\n\nOne in a room, `room` is code."""\nx = "A room."  # told\n')
+    (tmp_path / "grpo" / "faults" / "channel.py").write_text('"""Send a proof of the secret,\nand talk."""\n')
+    monkeypatch.setattr(sys, "argv", ["prose", "--root", str(tmp_path)])
+    assert main() == 1
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        'grpo/faults/channel.py:2: "talk": write episode; communicate',
+        'grpo/one.py:3: "room": write package; space',
+    ]
+
+
 def test_our_pages_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["prose"])
     assert main() == 0, capsys.readouterr().out
