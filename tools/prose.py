@@ -42,7 +42,7 @@ PRIVATE = {
 }
 """A word of our own, and the field's, which docs/architecture.md explains."""
 
-STANDARD = {"grpo/faults/channel.py": ("prove", "proves", "proof")}
+STANDARD = {"grpo/faults/channel.py": ("prove", "proved", "proves", "proof")}
 """Words that are the field's own in a file's docstrings: a handshake proves that both sides know a secret."""
 
 NO_SUBJECT = re.compile(

@@ -105,7 +105,7 @@ class Host:
         """Sample completions of a prompt by one vLLM request, which gives the i-th of them the seed + i."""
         settings = {**self._sampling, **sample.overrides}
         if "max_tokens" in sample.overrides and "min_tokens" not in sample.overrides:
-            # A turn may have less space than a completion, and vLLM requires min_tokens <= max_tokens.
+            # A turn may have fewer tokens left than a completion, and vLLM requires min_tokens <= max_tokens.
             settings["min_tokens"] = min(settings.get("min_tokens", 0), settings["max_tokens"])
         if not settings.get("ignore_eos"):
             settings["stop_token_ids"] = sorted({*(settings.get("stop_token_ids") or ()), *sample.end_tokens})

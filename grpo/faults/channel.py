@@ -140,8 +140,8 @@ class Introduction:
         self._ours, self._theirs = new_challenge(), ""
 
     def hear(self) -> NodePlace | None:
-        """Read arrived messages. Returns the other side's place once it has verified its knowledge of the secret. The
-        place comes with the proof: a peer that is stopped right after it can still be named.
+        """Read arrived messages. Returns the other side's place once that side has proved its knowledge of the secret.
+        The place comes with the proof: a peer that is stopped right after it can still be named.
 
         Raises:
             OSError: the port is closed, or the other side does not know the secret.

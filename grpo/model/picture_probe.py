@@ -44,7 +44,7 @@ def engine_ids(processor: ProcessorMixin, texts: Sequence[str]) -> list[list[int
 
 
 def rendered(processor: ProcessorMixin, prompts: Sequence[Any], **template: Any) -> list[str]:
-    """Render each multi-turn prompt by the chat template."""
+    """Render each prompt's messages by the chat template."""
     return processor.apply_chat_template([*prompts], add_generation_prompt=True, tokenize=False, **template)
 
 

@@ -1,4 +1,4 @@
-"""Pool of a node's engines: completions wait in a common queue and go to the next engine with space.
+"""Pool of a node's engines: completions wait in a common queue and go to the next engine with a free slot.
 
 On the local main. Answers arrive in threads of the engines' clients, and one thread per engine sends it more requests,
 so that engines are busy while the ranks train; no collective runs in these threads.
@@ -52,8 +52,7 @@ class EnginePool:
     max_tokens: int
     """Longest completion."""
     max_model_len: int = sys.maxsize
-    """Longest sequence of an engine, prompt and completion; a prompt without space for one sampled token is not
-    sent."""
+    """Longest sequence of an engine, prompt and completion; a prompt as long as this is not sent."""
     end_tokens: tuple[int, ...] = ()
     """End tokens of a completion for the trainer, whatever the engines' files say."""
     in_flight: bool = False

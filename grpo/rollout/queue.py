@@ -65,8 +65,8 @@ class RequestQueue:
     def send(self) -> list[tuple[int, Sequence[int]]]:
         """Return the completions to send now, as (engine, ids), in order. The engine holds them from here on.
 
-        Each chunk goes to its home engine if it has space, else to the engine with space and the fewest outstanding
-        tokens.
+        Each chunk goes to its home engine if it has a free slot, else to the one with a free slot and the fewest
+        outstanding tokens.
         """
         sent: list[tuple[int, Sequence[int]]] = []
         while self._waiting:
@@ -95,7 +95,7 @@ class RequestQueue:
         return sent
 
     def all_sent(self) -> bool:
-        """True if nothing waits for an engine with space."""
+        """True if nothing waits for a free slot."""
         return not self._waiting
 
     def answered(self, number: int, completion: int) -> None:

@@ -252,7 +252,7 @@ def _close(sampler: UsageSampler, timeline: Recorder) -> None:
 
 
 def _is_off(model: PeftModel) -> bool:
-    """Return whether the model computes as the reference: without its adapter, or with TRL's copy of the given one."""
+    """True if the model computes as the reference: without its adapter, or with TRL's copy of the given one."""
     layer = next(each for each in model.modules() if isinstance(each, BaseTunerLayer))
     return layer.disable_adapters or "ref" in layer.active_adapters
 

@@ -43,7 +43,7 @@ class OldLogprobs:
         self._leaves_out_old = self.clips_on_engines and is_misaligned
 
     def leaves_out(self, model: Any) -> bool:
-        """Return whether TRL's forward pass of `model` is the unused one; it is so once per batch."""
+        """True if TRL's forward pass of `model` is the unused one; it is so once per batch."""
         found = self._leaves_out_old and model is self._view.model
         self._leaves_out_old = self._leaves_out_old and not found
         return found

@@ -50,7 +50,7 @@ class PromptOrder:
     # -- later batches ------------------------------------------------------------------------------------------------
 
     def _comes(self, number: int) -> bool:
-        """Return whether training reaches generation batch `number`."""
+        """True if training reaches generation batch `number`."""
         view = self._view
         left = (view.state.max_steps - view.state.global_step) * view.args.gradient_accumulation_steps
         left -= view.micro_batches - self._step_began_at

@@ -260,7 +260,7 @@ class StepEnds(TrainerCallback):
 
 
 def ends_generation_batch(before: int, now: int, per_batch: int) -> bool:
-    """Return whether a generation batch ended within an optimizer step.
+    """True if a generation batch ended within an optimizer step.
 
     Args:
         before: number of trained micro-batches at the step's start.

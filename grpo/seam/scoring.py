@@ -80,7 +80,7 @@ class BatchRewards:
         return self._view.async_loop
 
     def _asks_environments(self, func: Any) -> bool:
-        """Return whether the function takes environments of the main thread, as TRL's `get_reward` wrapper does
+        """True if the function takes environments of the main thread, as TRL's `get_reward` wrapper does
         (1.16)."""
         code = getattr(inspect.unwrap(func), "__code__", None)
         if not self._view.environment_factories or code is None or "environments" not in inspect.getargs(code).args:

@@ -51,7 +51,7 @@ class Trimming:
         return batches[view.micro_batches % len(batches)]
 
     def depends_on_grouping(self) -> bool:
-        """Return whether the loss depends on the grouping of a step's rows into micro-batches: a mean over the tokens
+        """True if the loss depends on the grouping of a step's rows into micro-batches: a mean over the tokens
         of each micro-batch, or a subclass's own loss. Sorting rows by length would then change it."""
         view, args = self._view, self._view.args
         has_entropy = args.entropy_coef != 0.0 or args.use_adaptive_entropy or args.top_entropy_quantile < 1.0

@@ -28,7 +28,7 @@ TRIMMED_FACTOR, MEAN_FACTOR, MEDIAN_FACTOR = 2.5, 5.0, 1.2
 
 # The limits fit any model: a particular one may stay far below, and hide a tensor that goes stale later. The first
 # verification shows the rounding of this model and these kernels, and later ones are held to a multiple of it, with
-# space for a sharpening policy. The limit only tightens: otherwise a bad first weight sync would set its own measure.
+# a margin for a sharpening policy. The limit only tightens: otherwise a bad first sync would set its own measure.
 # It also has a floor: a verification that ends good runs is as bad as none.
 FIRST_GAP_FACTOR = 5.0
 LEAST_SHARE = 0.1  # of the limit

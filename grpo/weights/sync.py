@@ -178,7 +178,7 @@ class WeightSyncer:
             torch.cuda.synchronize()  # whichever stream wrote the weights last
         self.source.meet(receives=bool(self.clients))
         plan = self.source.plan()
-        _log.debug("weight syncs policy version %d: %d bytes", version, plan.num_bytes)
+        _log.debug("sends policy version %d: %d bytes", version, plan.num_bytes)
         self._pauses = self.in_flight and not (self.keeps_adapters and plan.is_adapters)
         self._paused_s = None
         self._sent_adapters.begin()

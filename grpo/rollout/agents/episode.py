@@ -167,7 +167,7 @@ class AgentEpisode:
 
         left = self.limits.max_completion_tokens - len(episode.token_ids)
         if episode.token_ids and (left < 0 or len(said) >= self.sampler.max_model_len):
-            return reply({"role": "assistant", "content": ""}, [], [], "length")  # no space to go on
+            return reply({"role": "assistant", "content": ""}, [], [], "length")  # no tokens are left
         token_ids: list[int] = []
         logprobs: list[float] = []
         reason = "length"

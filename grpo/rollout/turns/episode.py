@@ -102,7 +102,7 @@ async def run_episode(
         said = [*prompt, *episode.token_ids, *suffix]
         left = limits.max_completion_tokens - (len(said) - len(prompt))
         if left < 0 or len(said) >= sampler.max_model_len:
-            break  # as if the tools had not been called: the model has no space to go on
+            break  # as if the tools had not been called: no tokens are left for the model
         token_ids: list[int] = []
         logprobs: list[float] = []
         if left:
