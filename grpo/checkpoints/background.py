@@ -57,7 +57,7 @@ class BackgroundSave:
         if isinstance(self._error, OSError) and not isinstance(self._error, TimeoutError):
             raise OSError(
                 self._error.errno,
-                f"{self.folder} did not get to the disk: {self._error}; the checkpoints before it are as they were",
+                f"{self.folder} did not reach the disk: {self._error}; the checkpoints before it are as they were",
             ) from self._error
         if self._error is not None:
             raise self._error
@@ -81,7 +81,7 @@ class BackgroundSave:
                 return sums
             if time.monotonic() - begun > self.deadline_s:
                 raise TimeoutError(
-                    f"{self.folder} is not complete: ranks {missing} have not brought to the disk what they wrote "
-                    f"within {self.deadline_s:.0f} s"
+                    f"{self.folder} is not complete: ranks {missing} have not flushed their files to the disk within "
+                    f"{self.deadline_s:.0f} s"
                 )
             time.sleep(POLL_S)

@@ -168,7 +168,7 @@ def read_complete(folder: Path) -> CompleteRecord:
         value: dict[str, Any] = json.loads((folder / COMPLETE_FILE).read_text())
         record = CompleteRecord(**{name: value[name] for name in names & value.keys()})
     except FileNotFoundError:
-        raise ValueError(f"{folder} has no {COMPLETE_FILE}: its writing did not come to an end") from None
+        raise ValueError(f"{folder} has no {COMPLETE_FILE}: it was not written to its end") from None
     except (AttributeError, TypeError, ValueError) as error:
         raise Damaged(f"{folder / COMPLETE_FILE} cannot be read: {error}") from None
     for name, size in record.files.items():

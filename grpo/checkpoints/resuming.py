@@ -165,7 +165,7 @@ def _unlisted(checkpoint: CompleteCheckpoint) -> str:
     folder = checkpoint.folder
     found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     more = [name for name in found if _LOADED.search(name) and name not in checkpoint.record.files]
-    return f"{folder} holds {', '.join(more)}, of which its complete.json knows nothing [GRPO-713]" if more else ""
+    return f"{folder} holds {', '.join(more)}, which its complete.json does not list [GRPO-713]" if more else ""
 
 
 def _problem_of(checkpoint: CompleteCheckpoint, name: str) -> str:

@@ -108,8 +108,8 @@ def check_class(config: Any) -> None:
     name = (getattr(config, "architectures", None) or [""])[0]
     if name in WITHOUT_RELOAD:
         raise ValueError(
-            f"the model is a {name}, into which no weight sync gets: {WITHOUT_RELOAD[name]}; set vllm_mode to 'server' "
-            "or 'colocate', and look at the first steps' rewards"
+            f"the model is a {name}, whose weights vLLM cannot reload: {WITHOUT_RELOAD[name]}; set vllm_mode to "
+            "'server' or 'colocate', and look at the first steps' rewards"
         )
 
 

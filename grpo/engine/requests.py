@@ -123,7 +123,7 @@ class Host:
             check_expansion(final.prompt_token_ids, sample.expanded.tolist())
         for completion in final.outputs:
             if completion.finish_reason == "error":  # a grammar that does not compile, or that refused a token
-                raise ValueError("vLLM ended the request with an error, which its log tells")
+                raise ValueError("vLLM ended the request with an error: see the engine's log")
             if completion.finish_reason not in ENDED_WELL:
                 await self._wait_for_death()
                 raise RuntimeError(f"vLLM ended the request with the reason {completion.finish_reason!r}")

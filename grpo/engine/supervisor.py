@@ -286,7 +286,7 @@ class EngineSupervisor:
                 return successor
             except EngineDied as error:  # its own thread decides what follows
                 if not self._changes(loss, successor):
-                    raise StepFailed(self._record(loss, f"nobody has answered its death: {error}")) from error
+                    raise StepFailed(self._record(loss, f"its restart was not decided: {error}")) from error
             except EngineError as error:  # too late
                 with contextlib.suppress(EngineError):
                     successor.close()

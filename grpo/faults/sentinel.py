@@ -331,7 +331,7 @@ class Sentinel:
 
     def _report_aborted(self, rank: Rank, who: str, table: Table) -> None:
         """Report a rank aborted by NCCL's watchdog, which aborts waiting ranks: the rank they wait for counts."""
-        what = f"{who} was aborted (SIGABRT), as NCCL's watchdog does after ddp_timeout: its last words say why"
+        what = f"{who} was aborted (SIGABRT), as NCCL's watchdog does after ddp_timeout: its last lines say why"
         if late := behind(table):
             self.between.report(record_of_stall(table, late[0], what=what))
         else:

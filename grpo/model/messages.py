@@ -10,9 +10,8 @@ from trl.chat_template_utils import add_response_schema, get_training_chat_templ
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]] | None
 _CHANGES = (
-    "the model's chat template writes earlier messages in another way once others follow, so what an agent's model has "
-    "said could not stay the tokens that it has sampled [GRPO-219]: set the tokenizer's chat_template to one that only "
-    "appends"
+    "the model's chat template renders earlier messages differently once others follow, so the tokens that the model "
+    "has sampled for an agent could not be kept [GRPO-219]: set the tokenizer's chat_template to one that only appends"
 )
 
 

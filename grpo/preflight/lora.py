@@ -164,9 +164,9 @@ def choose_way(
         raise ValueError(f"vllm_lora is 'adapter', but {why}: set it to 'auto' or 'merge'")
     if four_bits and (why or args.vllm_lora == "merge"):
         raise ValueError(
-            f"adapters on a base of four bits travel by themselves, but {why or 'vllm_lora is merge'} [GRPO-218]: "
-            "merged weights are no more those of the base, and would travel whole with each weight sync; change that, "
-            "or train without quantization_config"
+            f"adapters on a base of four bits are sent alone, but {why or 'vllm_lora is merge'} [GRPO-218]: merged "
+            "weights differ from those of the base, and each weight sync would send all of them; change that, or train "
+            "without quantization_config"
         )
     if peft_config.lora_dropout:
         warnings.warn(

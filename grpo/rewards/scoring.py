@@ -234,7 +234,7 @@ class Scoring:
             beside = _numbers(self._await(call))
             while len(here) < 2:
                 if time.monotonic() - begun > self.timeouts.compare_s:
-                    self.say(f"{function.name} is slow: it is not known whether it answers alike in the main thread")
+                    self.say(f"{function.name} is slow: its rewards in the main thread were not compared")
                     return False
                 here.append(_numbers(function.call_here(self._arguments(_RewardCall(rows=[*rows])))))
             return _same(*here) and not _same(beside, here[0])

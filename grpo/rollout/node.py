@@ -44,7 +44,7 @@ class Stalled(Wire):
 
 
 def _none_comes() -> None:
-    raise EngineError("a node has lost its last engine, and nobody starts another one")
+    raise EngineError("a node has lost its last engine, and no other one is started")
 
 
 @dataclass(eq=False)

@@ -157,7 +157,7 @@ class Trials:
             first_line = error.what.partition("\n")[0]
             length = len(next(iter(owed.values())).token_ids)
             self.deadly[prompt] = (
-                f"engines die of a prompt of {length} tokens, which none is given again [GRPO-416]: {first_line}"
+                f"engines die of a prompt of {length} tokens, which is not sampled again [GRPO-416]: {first_line}"
             )
         elif self._search.num_deaths == MAX_MORE_DEATHS:
             return f"and {MAX_MORE_DEATHS} times at parts of them"

@@ -172,7 +172,7 @@ def refuse_main_thread_ahead(arguments: Mapping[str, Any]) -> None:
         fix = "write tools as async def, mark tools and environments with grpo.in_threads, set max_tool_threads"
     func = arguments["rollout_func"]
     if func is not None and not isinstance(func, AgentRollout) and not may_run_in_threads(func):
-        what = "a rollout_func that is not said to run beside training"
+        what = "a rollout_func that is not declared to run in threads"
         fix = "mark it with grpo.in_threads, if it may run in several threads at once, or let it be grpo.agents(...)"
     if what is not None:
         raise ValueError(

@@ -88,7 +88,7 @@ class OldLogprobs:
             self._take_engines(batches)
         elif self._view.args.vllm_importance_sampling_correction and any(_RATIO not in batch for batch in batches):
             _log.info(
-                "the generation batch in use has no importance sampling: it is trained to its end as it was begun"
+                "the resumed generation batch has no importance sampling ratios: it is trained to its end without them"
             )
             for batch in batches:
                 batch[_RATIO] = torch.ones_like(batch[_OLD])

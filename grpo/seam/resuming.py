@@ -159,7 +159,7 @@ class Resuming:
         for partial in delete_partial(folder.path):
             say(f"{partial} was not finished by an earlier attempt: deleted")
         for aside in quarantine(folder.path, after_step=first_step, attempt=folder.previous_attempt):
-            say(f"{aside} is what was {aside.name}: this attempt starts before it")
+            say(f"{aside.name} is quarantined as {aside}: this attempt starts before it")
         if first_step and by_itself:  # with a checkpoint named by the user, nothing is deleted
             for old in bound_quarantine(folder.path):
                 say(f"{old} was quarantined, and {KEPT_QUARANTINED} later ones are: deleted")

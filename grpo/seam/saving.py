@@ -169,7 +169,7 @@ class Saving:
         if self._odd_norms and self._odd_norms % ODD_NORMS == 0:
             _log.warning(
                 "WARNING: the gradients of the last %d steps were not finite [GRPO-712]: DeepSpeed leaves such steps "
-                "out, and without it the weights are no numbers by now",
+                "out; without DeepSpeed the weights are not finite either by now",
                 self._odd_norms,
             )
 

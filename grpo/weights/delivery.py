@@ -122,7 +122,7 @@ class WeightDelivery:
                 self.require_full_sync()
                 continue
             self.num_repeats += 1
-            _log.info("weight sync %d is broken by an engine's death: again", self._num_syncs, extra=FILE_ONLY)
+            _log.info("weight sync %d is broken by an engine's death: it is repeated", self._num_syncs, extra=FILE_ONLY)
             if self.engines.has_lost():
                 self.engines.renew()
 
@@ -154,7 +154,7 @@ class WeightDelivery:
             if self.verifier.first_gap is None:
                 self.verifier.first_gap = report.gap
                 _log.info(
-                    "the first weight sync is verified: log-probabilities differ by %s; from now on up to %.2g",
+                    "the first weight sync is verified: log-probabilities differ by %s; the limit is %.2g from now on",
                     report.gap,
                     self.verifier.limit,
                 )
@@ -246,7 +246,7 @@ class WeightDelivery:
         while True:
             arrivals = self._wait_for_engines()
             if written := sorted({name for each in arrivals for name in each.written}):
-                _log.info("frozen parameters were written to, and travel again: %s", some(written))
+                _log.info("frozen parameters were written to, and are sent again: %s", some(written))
                 self.syncer.source.send_again(written)
             came = [restart for each in arrivals for restart in each.restarts]
             if self._num_syncs and not came:

@@ -288,7 +288,7 @@ class WeightSyncer:
 
     def _send_again(self, number: int, adapter: SentAdapter, newest_version: int) -> EngineError | None:
         plan, sums = self.source.plan(), {name: page_sum(tensor) for name, tensor in adapter.tensors.items()}
-        assert plan.is_adapters, "weights of the base travel with each weight sync, beside adapters"
+        assert plan.is_adapters, "weights of the base are sent with each weight sync, beside adapters"
         self._pauses = False
         sender = self._sender(newest_version, plan, sums_bits=True)
 

@@ -113,7 +113,7 @@ def test_a_prompt_of_which_a_real_engine_dies_is_found_and_left_out(tiny_model: 
             4, 4, 4, 4, 0, 0, 4, 4
         ]  # fmt: skip
         assert len(batch.refusals) == 2
-        assert "a prompt of 103 tokens, which none is given again [GRPO-416]" in batch.refusals[0]
+        assert "a prompt of 103 tokens, which is not sampled again [GRPO-416]" in batch.refusals[0]
 
 
 def test_a_host_that_is_killed_while_it_imports(tiny_model: Path, tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ class ToolRunner:
             return done.result()
         if name not in self._reported:  # the model gets each error, the user one per tool: the tool may be wrong
             self._reported.add(name)
-            self._say(f"WARNING: tool {name} raised {type(raised).__name__}: {_shown(raised)}; the model hears of it")
+            self._say(f"WARNING: tool {name} raised {type(raised).__name__}: {_shown(raised)}; the model sees it")
         return self._failed(_shown(raised))
 
     @contextlib.contextmanager
@@ -199,7 +199,7 @@ class ToolRunner:
                 f"more than {self._max_abandoned} tool calls hang on this rank (max_abandoned_tools) [GRPO-609]; the "
                 f"first one: {self._abandoned[0]}"
             )
-        self._say(f"WARNING: {reported}; the model hears of it, and {what_becomes_of_it}")
+        self._say(f"WARNING: {reported}; the model sees it, and {what_becomes_of_it}")
         return self._failed(f"tool {name} {hangs}")
 
     def _content(self, name: str, result: Any) -> Any:

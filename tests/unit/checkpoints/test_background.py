@@ -35,7 +35,7 @@ def test_it_is_complete_when_every_rank_has_said_so(tmp_path: Path) -> None:
 
 def test_a_rank_that_says_nothing_is_named(tmp_path: Path) -> None:
     folder = fill(tmp_path / "checkpoint-3")
-    with pytest.raises(TimeoutError, match=r"checkpoint-3 is not complete: ranks \[1\] have not brought to the disk"):
+    with pytest.raises(TimeoutError, match=r"checkpoint-3 is not complete: ranks \[1\] have not flushed their files"):
         save(folder, 0, deadline_s=0).wait()
     assert newest_complete(tmp_path) is None
 
@@ -53,6 +53,6 @@ def test_a_disk_that_fails_afterwards_is_heard(tmp_path: Path, monkeypatch: pyte
     saving = save(folder, 1)
     assert called.wait(DEADLINE_S)
     for _ in range(2):
-        with pytest.raises(OSError, match=r"checkpoint-3 did not get to the disk: .*No space left") as reported:
+        with pytest.raises(OSError, match=r"checkpoint-3 did not reach the disk: .*No space left") as reported:
             saving.wait()
         assert reported.value.errno == errno.ENOSPC

@@ -144,7 +144,7 @@ def test_a_pickle_that_is_left_out_of_the_record_is_damage(name: str, tmp_path: 
     (nine / name).parent.mkdir(exist_ok=True)
     torch.save({"optimizer_state_dict": Evil(tmp_path / "ran")}, nine / name)
     (nine / "notes.txt").write_text("somebody's own")
-    with pytest.raises(ValueError, match=rf"checkpoint-9 holds {name}, of which .*\[GRPO-713\]"):
+    with pytest.raises(ValueError, match=rf"checkpoint-9 holds {name}, which .*\[GRPO-713\]"):
         chosen(str(nine), run)
     folder, (warning,) = chosen("auto", run)
     assert folder == six

@@ -126,7 +126,7 @@ def test_a_slow_one_is_called_once_more_and_no_longer(batch_of: MakeBatch) -> No
     batch.start()
     assert batch.scoring.compare() == [False]
     assert calls == [4, 2]
-    assert batch.said == ["slow is slow: it is not known whether it answers alike in the main thread"]
+    assert batch.said == ["slow is slow: its rewards in the main thread were not compared"]
 
 
 def test_nothing_to_show_is_nothing_to_compare(batch_of: MakeBatch) -> None:

@@ -83,7 +83,7 @@ def test_the_prompt_of_which_engines_die_is_found_among_16_and_left_out(place: i
     assert len(deaths.heard) - deaths.num_of_requests == 2
     assert 1 <= deaths.num_of_requests <= MAX_MORE_DEATHS
     assert len(batch.refusals) == 2
-    assert "engines die of a prompt of 2 tokens, which none is given again [GRPO-416]: engine 0" in batch.refusals[0]
+    assert "engines die of a prompt of 2 tokens, which is not sampled again [GRPO-416]: engine 0" in batch.refusals[0]
     assert "\n" not in batch.refusals[0]
     before = len(deaths.heard)
     again = prompts(4, 1)

@@ -114,7 +114,7 @@ def test_one_that_hangs_is_interrupted_and_the_others_go_on() -> None:
     assert first == "{'error': 'tool hangs has not returned within 0.2 s (tool_timeout)'}"
     assert second == "MainThread"
     (line,) = said
-    assert line.endswith("has not returned within 0.2 s (tool_timeout); the model hears of it, and it is interrupted")
+    assert line.endswith("has not returned within 0.2 s (tool_timeout); the model sees it, and it is interrupted")
     assert sys.stdout is stdout
 
 

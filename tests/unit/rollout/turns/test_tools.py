@@ -247,7 +247,7 @@ def test_a_episode_whose_call_hangs_calls_nothing_more() -> None:
     assert failed["content"] == again["content"] == "{'error': 'division by zero'}"
     assert tools.hanging_rows == {2}
     assert [line for line in said if "ZeroDivisionError" in line] == [
-        "WARNING: tool other raised ZeroDivisionError: division by zero; the model hears of it"
+        "WARNING: tool other raised ZeroDivisionError: division by zero; the model sees it"
     ]
     assert not tools.begin(4).hanging_rows
     release.set()
