@@ -77,9 +77,7 @@ class LocalVLLM:
         self.last_batch: GenerationBatch | None = None
         self._last_prompt_tokens: list[int] = []
         self.last_sync: WeightSyncReport | None = None  # over the whole job
-        self._trained = trained
-        self._groups = groups
-        self._watch = watch
+        self._trained, self._groups, self._watch = trained, groups, watch
         self._progress = progress
         self._prompts_of_batch = prompts_of_batch
         self._engine_ids = engine_ids
