@@ -46,7 +46,7 @@ class WithTRLsLoop(GRPOTrainer):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         assert self._local is not None
-        self._local._rollouts = None
+        self._local.rollouts = None
 
 
 class Play:

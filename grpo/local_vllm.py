@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,56 +37,44 @@ from grpo.weights.trained import TrainedModel
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class LocalVLLM:
     """This node's engines, as used by the trainer.
 
     `sync_weights` and `generate` are collective over the job. The first `sync_weights` waits for the engines, so that
     their startup overlaps with the trainer's.
-
-    Args:
-        engines: started before the trainer's model is loaded.
-        progress: returns the finished optimizer steps, "train" or "eval", and the number of the requested generation
-            batch of training.
-        prompts_of_batch: returns this rank's prompts of the generation batch with a number, for asynchronous
-            generation; None, on every rank, if there is none.
-        engine_ids: returns this rank's token ids of the requested prompts with images, with one placeholder for each
-            image.
-        on_restart: called for every restarted engine of the job, on every rank.
-        rollouts: runs multi-turn rollouts; None: every prompt is sampled once.
-        timeline: recorder of durations.
     """
 
-    def __init__(
-        self,
-        args: GRPOConfig,
-        engines: EngineSupervisor,
-        trained: TrainedModel,
-        groups: NodeGroups,
-        watch: FailureWatch,
-        progress: Callable[[], tuple[int, str, int]],
-        *,
-        prompts_of_batch: Callable[[int], list[list[int]] | None] = lambda number: None,
-        engine_ids: Callable[[], Sequence[Sequence[int]]] = list,
-        on_restart: Callable[[EngineRestart], None] = lambda restart: None,
-        rollouts: Rollouts | None = None,
-        timeline: Recorder | None = None,
-    ) -> None:
-        self.args = args
-        self.engines = engines
+    args: GRPOConfig
+    engines: EngineSupervisor
+    """Started before the trainer's model is loaded."""
+    trained: TrainedModel
+    groups: NodeGroups
+    watch: FailureWatch
+    progress: Callable[[], tuple[int, str, int]]
+    """Returns the finished optimizer steps, "train" or "eval", and the number of the requested generation batch of
+    training."""
+    _: KW_ONLY
+    prompts_of_batch: Callable[[int], list[list[int]] | None] = lambda number: None
+    """Returns this rank's prompts of the generation batch with a number, for asynchronous generation; None, on every rank, if
+    there is none."""
+    engine_ids: Callable[[], Sequence[Sequence[int]]] = list
+    """Returns this rank's token ids of the requested prompts with images, with one placeholder for each image."""
+    on_restart: Callable[[EngineRestart], None] = lambda restart: None
+    """Called for every restarted engine of the job, on every rank."""
+    rollouts: Rollouts | None = None
+    """Runs multi-turn rollouts; None: every prompt is sampled once."""
+    timeline: Recorder = field(default_factory=Recorder)
+    """Recorder of durations."""
+
+    def __post_init__(self) -> None:
         self.startup = StartupClock()
         self.last_batch: GenerationBatch | None = None
         self._last_prompt_tokens: list[int] = []
         self.last_sync: WeightSyncReport | None = None  # over the whole job
-        self._trained, self._groups, self._watch = trained, groups, watch
-        self._progress = progress
-        self._prompts_of_batch = prompts_of_batch
-        self._engine_ids = engine_ids
-        self._on_restart = on_restart
-        self._rollouts = rollouts
         self.last_episodes: tuple[list[Episode], ToolRunner | None] = ([], None)
         """Episodes of the last batch on this rank, and the runner of their tools."""
-        self._timeline = timeline or Recorder()
-        self._refusals = Refusals(args.vllm_max_refused)
+        self._refusals = Refusals(self.args.vllm_max_refused)
         self._versions = 0
         self._newest_version: int | None = None
         self.eval_sampling: Mapping[str, Any] = {}
@@ -103,14 +91,14 @@ class LocalVLLM:
         return ServingStart(
             args=self.args,
             engines=self.engines,
-            trained=self._trained,
-            groups=self._groups,
-            watch=self._watch,
-            timeline=self._timeline,
+            trained=self.trained,
+            groups=self.groups,
+            watch=self.watch,
+            timeline=self.timeline,
             startup=self.startup,
-            rollouts=self._rollouts,
+            rollouts=self.rollouts,
             progress=self._progress_now,
-            prompts_of_batch=self._prompts_of_batch,
+            prompts_of_batch=self.prompts_of_batch,
             revive=self._revive,
             on_restart=self._hear_of_restart,
         ).wait()
@@ -133,11 +121,11 @@ class LocalVLLM:
         Raises:
             JobFailed: on every rank, if an engine failed on any node or a verification failed.
         """
-        self._watch.check()
+        self.watch.check()
         self._check_open()
         if self._serving is None:
             self._serving = self._connect()
-            self._timeline.add(START, (now := time.monotonic()) - process_age_s(), now)
+            self.timeline.add(START, (now := time.monotonic()) - process_age_s(), now)
         serving = self._serving
         self.rest_for_weights()
         self.last_sync = self._deliver(serving)
@@ -150,8 +138,8 @@ class LocalVLLM:
         samples_on = serving.delivery.adapter_number is not None  # each completion with its own adapter
         pool = None if samples_on else serving.pool
         with (
-            self._timeline.span(SYNC),
-            self._watch.during("sync"),
+            self.timeline.span(SYNC),
+            self.watch.during("sync"),
             pool.accounts.busy_otherwise() if pool is not None else contextlib.nullcontext(),
         ):
             try:
@@ -211,16 +199,16 @@ class LocalVLLM:
         if self._episode_batches is not None:
             turns = self._first_turns(self._episode_batches, prompts, profiler)
             return prompts, [ids for ids, _ in turns], [SingleValues(logprobs) for _, logprobs in turns], None
-        self._watch.check()
+        self.watch.check()
         batches = self._serving.batches
         asked_at, now = time.monotonic(), self._progress_now()
         _log.debug("generation for step %d (%s) begins: %d prompts of this rank", now.step, now.mode, len(prompts))
-        with profiler, self._watch.during("generate"):
-            asked = Prompts.of(prompts) if images is None else Prompts.with_images(prompts, images, self._engine_ids())
+        with profiler, self.watch.during("generate"):
+            asked = Prompts.of(prompts) if images is None else Prompts.with_images(prompts, images, self.engine_ids())
             if now.mode == "train":
                 batches.resume(self.kept_batches)
                 self.kept_batches = []
-            with self._timeline.span(WAIT_GENERATE):
+            with self.timeline.span(WAIT_GENERATE):
                 self.last_batch = batches.take(asked)
             self._last_prompt_tokens = [len(prompt) for prompt in prompts]
             waited_s, version = time.monotonic() - asked_at, self.last_batch.policy_version
@@ -281,7 +269,7 @@ class LocalVLLM:
     def _nothing(self) -> tuple[list[int], list[float]]:
         """Placeholder token and log-probability for a refused row. TRL does not accept empty completions; this one is
         excluded from rewards and loss, and its NaN from metrics."""
-        return [self._trained.end_tokens[0]], [float("nan")]
+        return [self.trained.end_tokens[0]], [float("nan")]
 
     async def sample(self, token_ids: Sequence[int], *, row: int, turn: int | None = None, **sampling: Any) -> Turn:
         """Sample one turn, inside a rollout function; see `Sampler.sample`. Not collective."""
@@ -296,8 +284,8 @@ class LocalVLLM:
 
     @contextlib.contextmanager
     def _in_rollout(self) -> Iterator[None]:
-        self._watch.check()
-        with self._watch.during(ROLLOUT), self._timeline.span(WAIT_GENERATE):
+        self.watch.check()
+        with self.watch.during(ROLLOUT), self.timeline.span(WAIT_GENERATE):
             yield
         assert self.last_batch is not None
         self._refusals.look_at(self.last_batch.reports)
@@ -324,14 +312,14 @@ class LocalVLLM:
     def wait_for_batches(self) -> None:
         """Wait for asynchronous generation: all batches under way. Collective over the job."""
         if self._serving is not None:
-            with self._timeline.span(WAIT_GENERATE), self._watch.during("generate"):
+            with self.timeline.span(WAIT_GENERATE), self.watch.during("generate"):
                 self._serving.wait()
 
     def keep_ahead(self, gives_up: Callable[[], bool]) -> list[dict[str, Any]]:
         """Return the batches of asynchronous generation for a checkpoint: `GenerationBatches.kept`. Collective."""
         if self.kept_batches or self._serving is None:
             return self.kept_batches  # of the last checkpoint, if training has not reached them yet
-        with self._timeline.span(WAIT_GENERATE), self._watch.during("generate"):
+        with self.timeline.span(WAIT_GENERATE), self.watch.during("generate"):
             versions = self._versions + (self._newest_version != self._progress_now().step)
             return self._serving.batches.kept(versions=versions, gives_up=gives_up)
 
@@ -342,7 +330,7 @@ class LocalVLLM:
             self._serving.drop()
 
     def _progress_now(self) -> Progress:
-        step, mode, batch = self._progress()
+        step, mode, batch = self.progress()
         sampling = self.eval_sampling if mode == "eval" else {}
         return Progress(step=step, mode=mode, versions=self._versions, batch=batch, sampling=sampling)
 
@@ -353,8 +341,8 @@ class LocalVLLM:
 
     def _hear_of_restart(self, restart: EngineRestart) -> None:
         if restart.node == self.engines.topology.node:
-            self._timeline.add(RESTART, (now := time.monotonic()) - restart.seconds, now, f"engine {restart.index}")
-        self._on_restart(restart)
+            self.timeline.add(RESTART, (now := time.monotonic()) - restart.seconds, now, f"engine {restart.index}")
+        self.on_restart(restart)
 
     # -- metrics and end ------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -102,45 +102,36 @@ class _Submitted:
         )
 
 
+@dataclass(eq=False)
 class GenerationBatches:
     """Provides training with generation batches. Every rank has one; all methods except `drop` are collective over the
     job.
 
     With a lookahead of 1, the next batch is sampled during training. With N >= 2, N batches are always in progress: the
     one training takes or waits for, and those after it. Their order is fixed at submission, and none is skipped.
-
-    Args:
-        seed: the training seed.
-        user_seed: a sampling seed of the user's, if any.
-        progress: returns training's progress; the same on every rank.
-        lookahead: number of batches sampled before training requests them.
-        prompts_of: returns this rank's prompts of the generation batch with this number; None, on every rank, after the
-            end of training.
-        any_rank: logical or over all ranks.
-        in_flight: weight syncs run during generation: then a checkpoint does not wait for completions.
-        continues: an engine can continue a completion after tokens sampled by another one.
     """
 
-    def __init__(
-        self,
-        sampler: NodeSampler,
-        *,
-        seed: int,
-        user_seed: int | None,
-        progress: Callable[[], Progress],
-        lookahead: int = 0,
-        prompts_of: Callable[[int], Prompts | None] = lambda number: None,
-        any_rank: Callable[[bool], bool] = bool,
-        in_flight: bool = False,
-        continues: bool = True,
-    ) -> None:
-        self._sampler = sampler
-        self._any = any_rank
-        self._seed, self._user_seed = seed, user_seed
-        self._progress = progress
-        self._lookahead = lookahead
-        self._in_flight, self._continues = in_flight, continues
-        self._prompts_of = prompts_of
+    sampler: NodeSampler
+    _: KW_ONLY
+    seed: int
+    """The training seed."""
+    user_seed: int | None
+    """A sampling seed of the user's, if any."""
+    progress: Callable[[], Progress]
+    """Returns training's progress; the same on every rank."""
+    lookahead: int = 0
+    """Number of batches sampled before training requests them."""
+    prompts_of: Callable[[int], Prompts | None] = lambda number: None
+    """Returns this rank's prompts of the generation batch with this number; None, on every rank, after the end of
+    training."""
+    any_rank: Callable[[bool], bool] = bool
+    """Logical or over all ranks."""
+    in_flight: bool = False
+    """Weight syncs run during generation: then a checkpoint does not wait for completions."""
+    continues: bool = True
+    """An engine can continue a completion after tokens sampled by another one."""
+
+    def __post_init__(self) -> None:
         self._draws: dict[str, tuple[int, int]] = {}  # by mode: the last batch or step, and its generations so far
         self._under_way: deque[_Submitted] = deque()
 
@@ -151,7 +142,7 @@ class GenerationBatches:
             JobFailed: on every rank, if an engine failed on any node.
             RuntimeError: the prompts of the batch in progress differ from the requested ones.
         """
-        now = self._progress()
+        now = self.progress()
         if now.mode == "train" and self._under_way:
             submitted = self._under_way.popleft()
             if not _are_equal(submitted.prompts, prompts):
@@ -159,7 +150,7 @@ class GenerationBatches:
         else:
             submitted = self._submit(prompts, now.number)
         if now.mode == "train":
-            self._fill(now, self._lookahead - 1)
+            self._fill(now, self.lookahead - 1)
         completions, reports = self._collect(submitted)
         return GenerationBatch(
             completions=completions,
@@ -172,13 +163,13 @@ class GenerationBatches:
 
     def sample_ahead(self) -> None:
         """Start sampling the following batches, up to the lookahead; call it after `take`."""
-        if (now := self._progress()).mode == "train":
-            self._fill(now, self._lookahead)
+        if (now := self.progress()).mode == "train":
+            self._fill(now, self.lookahead)
 
     def _fill(self, now: Progress, num_batches: int) -> None:
         while len(self._under_way) < num_batches:
             number = (self._under_way[-1].number if self._under_way else now.batch) + 1
-            if (prompts := self._prompts_of(number)) is None:
+            if (prompts := self.prompts_of(number)) is None:
                 return
             self._under_way.append(self._submit(prompts, number))
 
@@ -204,24 +195,24 @@ class GenerationBatches:
             An empty list if some are unfinished and cannot continue.
         """
         are_whole = True
-        while self._any(any(not self._sampler.is_finished(each.pending) for each in self._under_way)):
-            is_stuck = any(self._sampler.is_stuck(each.pending) for each in self._under_way)
-            if self._in_flight or self._any(gives_up() or is_stuck):
+        while self.any_rank(any(not self.sampler.is_finished(each.pending) for each in self._under_way)):
+            is_stuck = any(self.sampler.is_stuck(each.pending) for each in self._under_way)
+            if self.in_flight or self.any_rank(gives_up() or is_stuck):
                 are_whole = False
                 break
             time.sleep(POLL_S)
         if are_whole:
             self.wait()
-        elif not self._continues:
+        elif not self.continues:
             _log.info("the checkpoint is made without the batches under way: a resume samples them again")
             return []
-        parts = iter(self._sampler.so_far([each.pending for each in self._under_way if each.collected is None]))
+        parts = iter(self.sampler.so_far([each.pending for each in self._under_way if each.collected is None]))
         found = [next(parts) if each.collected is None else each.collected[0] for each in self._under_way]
         reports = [report for each in self._under_way if each.collected is not None for report in each.collected[1]]
         is_bad = any(report.not_finite or report.num_refused for report in reports) or any(
             (each.engines == REFUSED).any() or not np.isfinite(each.engine_logprobs).all() for each in found
         )
-        if self._any(is_bad):
+        if self.any_rank(is_bad):
             return []
         ended = sum(int((each.engines != UNFINISHED).sum()) for each in found)
         num_rows = sum(each.num_completions for each in found)
@@ -233,16 +224,16 @@ class GenerationBatches:
         weight sync."""
         if not kept:
             return
-        now = self._progress()
+        now = self.progress()
         try:
             found = [_Submitted.resumed(each, now) for each in kept]
         except (KeyError, ValueError):  # of another version of this project
             found = []
         fits = bool(found) and [each.number for each in found] == [*range(now.batch, now.batch + len(found))]
         for each in found:
-            prompts = self._prompts_of(each.number) if fits else None
+            prompts = self.prompts_of(each.number) if fits else None
             fits = prompts is not None and _are_equal(prompts, each.prompts)
-        if self._any(not fits):
+        if self.any_rank(not fits):
             _log.info("the checkpoint's batches under way are not those that training asks for: others are sampled")
             return
         for each in found:
@@ -253,35 +244,35 @@ class GenerationBatches:
                 held = Kept(completions=each.collected[0], step=each.at.step, lag=lag)
                 each.collected = None
                 order = order_of(now.mode, each.number)
-                each.pending = self._sampler.submit(each.prompts, seed, order=order, kept=held)
+                each.pending = self.sampler.submit(each.prompts, seed, order=order, kept=held)
             self._under_way.append(each)
 
     def drop(self) -> None:
         """Drop the batches of asynchronous generation. On every rank, but not collective."""
         for submitted in self._under_way:
-            self._sampler.drop(submitted.pending)
+            self.sampler.drop(submitted.pending)
         self._under_way.clear()
 
     def _collect(self, submitted: _Submitted) -> tuple[Completions, list[GenerationReport]]:
         if submitted.collected is None:
-            submitted.collected = self._sampler.collect(submitted.pending)
+            submitted.collected = self.sampler.collect(submitted.pending)
         return submitted.collected
 
     def now(self) -> Progress:
         """Progress of training."""
-        return self._progress()
+        return self.progress()
 
     def base_seed(self, mode: str, number: int) -> int:
         """Seed of a batch with this number, or an evaluation at this step, sampled now; see `seed_base`."""
         last, draws = self._draws.get(mode, (number, 0))
         draw = draws if last == number else 0
         self._draws[mode] = (number, draw + 1)
-        return seed_base(seed=self._seed, number=number, mode=mode, draw=draw, user_seed=self._user_seed)
+        return seed_base(seed=self.seed, number=number, mode=mode, draw=draw, user_seed=self.user_seed)
 
     def _submit(self, prompts: Prompts, number: int) -> _Submitted:
-        now = self._progress()
+        now = self.progress()
         order = order_of(now.mode, number)
-        pending = self._sampler.submit(prompts, self.base_seed(now.mode, number), order=order, sampling=now.sampling)
+        pending = self.sampler.submit(prompts, self.base_seed(now.mode, number), order=order, sampling=now.sampling)
         return _Submitted(prompts=prompts, number=number, pending=pending, at=now)
 
 

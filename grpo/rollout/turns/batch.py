@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 from grpo.faults.failure import StepFailed
@@ -39,30 +39,25 @@ class _End(Wire):
     stalled: Stalled | None = None
 
 
+@dataclass(eq=False)
 class EpisodeBatches:
     """Runs batches of episodes; every rank has one, and `run` is collective over the job.
 
     A rank's episodes run in threads and event loops that no other rank waits for. Its main thread runs the tools that
     require it, and handles the joint steps of all ranks: the end of the batch, and the return of lost engines.
-
-    Args:
-        revive: brings new engines, with weights, to nodes without any; collective over the job.
-        main: runs the episodes' calls in the main thread while it waits for them.
     """
 
-    def __init__(
-        self,
-        channel: TurnChannel,
-        groups: NodeGroups,
-        watch: FailureWatch,
-        limits: BatchLimits,
-        *,
-        revive: Callable[[], None],
-        main: MainThread,
-    ) -> None:
-        self._channel = channel
-        self._groups, self._watch, self._limits = groups, watch, limits
-        self._revive, self._main = revive, main
+    channel: TurnChannel
+    groups: NodeGroups
+    watch: FailureWatch
+    limits: BatchLimits
+    _: KW_ONLY
+    revive: Callable[[], None]
+    """Brings new engines, with weights, to nodes without any; collective over the job."""
+    main: MainThread
+    """Runs the episodes' calls in the main thread while it waits for them."""
+
+    def __post_init__(self) -> None:
         self._asked: Callable[[], Collection[Future[Answer]]] = tuple
         self._pending: Callable[[], str] = str
         self._since = self._until = 0.0
@@ -99,10 +94,10 @@ class EpisodeBatches:
             TimeoutError: a limit was reached; has the cause.
             Exception: raised by the future.
         """
-        self._main.begin()
+        self.main.begin()
         self._asked, self._pending = asked, pending
         self._since = time.monotonic()
-        self._until = self._since + self._limits.batch_s
+        self._until = self._since + self.limits.batch_s
         self._trouble = None
         future: Future[Result] = Future()
         try:
@@ -118,9 +113,9 @@ class EpisodeBatches:
                     return future.result(), reports
         except BaseException:
             future.cancel()
-            if self._channel.is_gone:  # a consequence of a death that has a record
-                self._watch.await_cause()
-                self._watch.check()
+            if self.channel.is_gone:  # a consequence of a death that has a record
+                self.watch.await_cause()
+                self.watch.check()
             raise
 
     def call_here(self, call: Callable[[], Result]) -> "Future[Result]":
@@ -139,8 +134,8 @@ class EpisodeBatches:
         if self._trouble is not None:
             raise self._trouble
         try:
-            self._watch.check()
-            if self._channel.is_stalled:
+            self.watch.check()
+            if self.channel.is_stalled:
                 self._limited.close()
                 self._go_on(None)
                 self._limited.enter_context(self._limit())
@@ -153,52 +148,52 @@ class EpisodeBatches:
         """Call `_meet`; if it returns nothing, wait for new engines, and extend the batch's deadline by that time."""
         begun = time.monotonic()
         if not (reports := self._meet(mine)):
-            self._revive()
+            self.revive()
             self._until += time.monotonic() - begun
         return reports
 
     def _limit(self) -> AbstractContextManager[None]:
         """Time limit beyond the main thread's own checks: for code that holds the GIL."""
-        cause = f"a batch of episodes has not ended after {self._limits.batch_s:g} s (rollout_timeout)"
-        return self._watch.limits.around(PHASE, max(0.0, self._until - time.monotonic()) + MARGIN_S, cause)
+        cause = f"a batch of episodes has not ended after {self.limits.batch_s:g} s (rollout_timeout)"
+        return self.watch.limits.around(PHASE, max(0.0, self._until - time.monotonic()) + MARGIN_S, cause)
 
     def _wait(self, future: "Future[Any]") -> bool:
         """Wait until the episodes have ended; False if the node has no engine left."""
-        future.add_done_callback(lambda done: self._main.wake())
+        future.add_done_callback(lambda done: self.main.wake())
         with self._limit():
             while True:
-                self._watch.check()
+                self.watch.check()
                 if future.done():
                     return True
-                if self._channel.is_stalled:
+                if self.channel.is_stalled:
                     return False
                 self._check_limits()
-                self._main.serve(POLL_S, left_s=self._until - time.monotonic(), check=self._check)
+                self.main.serve(POLL_S, left_s=self._until - time.monotonic(), check=self._check)
 
     def _check(self) -> None:
-        self._watch.check()
+        self.watch.check()
         self._check_limits()
 
     def _check_limits(self) -> None:
-        slowest = self._channel.slowest(self._asked(), self._since)
-        if slowest is not None and slowest[0] > self._limits.turn_s and not self._channel.is_stalled:
+        slowest = self.channel.slowest(self._asked(), self._since)
+        if slowest is not None and slowest[0] > self.limits.turn_s and not self.channel.is_stalled:
             raise TimeoutError(
-                f"the engines of node {self._watch.node} have not answered {slowest[1]} after "
-                f"{self._limits.turn_s:g} s (vllm_generate_timeout)"
+                f"the engines of node {self.watch.node} have not answered {slowest[1]} after "
+                f"{self.limits.turn_s:g} s (vllm_generate_timeout)"
             )
         if time.monotonic() > self._until:
             waits = f"{slowest[1]}, which an engine samples" if slowest else self._pending() or "the rollout's own code"
             raise TimeoutError(
-                f"a batch of episodes has not ended after {self._limits.batch_s:g} s (rollout_timeout) "
+                f"a batch of episodes has not ended after {self.limits.batch_s:g} s (rollout_timeout) "
                 f"[GRPO-608]; it waits for {waits}"
             )
 
     def _meet(self, mine: EpisodesReport | None) -> list[EpisodesReport]:
         """Exchange the reports of all ranks; [] if a node has no engine left."""
-        trouble = self._channel.trouble
-        record = None if trouble is None else self._watch.make_record(trouble)
+        trouble = self.channel.trouble
+        record = None if trouble is None else self.watch.make_record(trouble)
         end = _End(report=mine, stalled=Stalled(for_good=record) if mine is None or record is not None else None)
-        ends = self._groups.exchange(self._watch, None, end, _End)
+        ends = self.groups.exchange(self.watch, None, end, _End)
         for each in ends:
             if each.stalled is not None and each.stalled.for_good is not None:
                 raise StepFailed(each.stalled.for_good)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 from trl.trainer.utils import start_event_loop_in_daemon
@@ -62,42 +62,32 @@ class Planned:
     """Called if training will not take them."""
 
 
+@dataclass(eq=False)
 class Rollouts:
-    """Runs an episode for each of the rank's prompts, all at once.
+    """Runs an episode for each of the rank's prompts, all at once."""
 
-    Args:
-        limits: of each episode.
-        tools: runs the model's tool calls.
-        is_function: the user's own function runs the episodes.
-        prepare: called first in the function's thread, and in the event loop's.
-        rows_of: returns the rows with these prompt token ids, of the current batch.
-        planned: returns the episodes of the generation batch with a number, to start ahead of training's request; None,
-            on every rank, after the end of training.
-        on_end: returns the `on_end` of `start` for the current batch.
-        func: the user's function, if it describes its waits (`pending`) and has threads to end (`close`).
-        loop: event loop for the episodes, that of asynchronous tools; None: a new one.
-    """
-
-    def __init__(
-        self,
-        *,
-        limits: EpisodeLimits,
-        tools: ToolRunner,
-        is_function: bool,
-        prepare: Callable[[], None],
-        template: Template,
-        rows_of: Callable[[Sequence[list[int]]], Sequence[EpisodeRow]],
-        planned: Callable[[int], Planned | None] = lambda number: None,
-        on_end: Callable[[], OnEnd | None] = lambda: None,
-        loop: asyncio.AbstractEventLoop | None,
-        func: ClosableFunction | None = None,
-    ) -> None:
-        self.tools = tools
-        self.is_function, self.prepare = is_function, prepare
-        self._own_loop: asyncio.AbstractEventLoop | None = None
-        self.rows_of, self.planned = rows_of, planned
-        self._limits, self._template = limits, template
-        self.on_end, self._loop, self._func = on_end, loop, func
+    _: KW_ONLY
+    limits: EpisodeLimits
+    """Limits of each episode."""
+    tools: ToolRunner
+    """Runs the model's tool calls."""
+    is_function: bool
+    """The user's own function runs the episodes."""
+    prepare: Callable[[], None]
+    """Called first in the function's thread, and in the event loop's."""
+    template: Template
+    rows_of: Callable[[Sequence[list[int]]], Sequence[EpisodeRow]]
+    """Returns the rows with these prompt token ids, of the current batch."""
+    planned: Callable[[int], Planned | None] = lambda number: None
+    """Returns the episodes of the generation batch with a number, to start ahead of training's request; None, on every
+    rank, after the end of training."""
+    on_end: Callable[[], OnEnd | None] = lambda: None
+    """Returns the `on_end` of `start` for the current batch."""
+    loop: asyncio.AbstractEventLoop | None
+    """Event loop for the episodes, that of asynchronous tools; None: a new one."""
+    func: ClosableFunction | None = None
+    """The user's function, if it describes its waits (`pending`) and has threads to end (`close`)."""
+    _own_loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
 
     def start(
         self, rows: Sequence[EpisodeRow], on_end: OnEnd | None, sampler: Sampler, tools: ToolRunner
@@ -108,7 +98,7 @@ class Rollouts:
             on_end: called from the event loop.
             tools: of this batch alone.
         """
-        limits = self._limits.under(sampler.sampling)
+        limits = self.limits.under(sampler.sampling)
 
         async def hold(number: int, row: EpisodeRow) -> Episode:
             try:
@@ -117,7 +107,7 @@ class Rollouts:
                     await row.prompt(),
                     sampler,
                     limits=limits,
-                    template=self._template,
+                    template=self.template,
                     tools=tools,
                     toolbox=row.toolbox,
                     schema=row.schema,
@@ -137,25 +127,25 @@ class Rollouts:
                     task.cancel()
                 raise
 
-        if self._loop is None:
-            _, self._loop, ready = start_event_loop_in_daemon("grpo-episodes")
-            self._own_loop = self._loop
+        if self.loop is None:
+            _, self.loop, ready = start_event_loop_in_daemon("grpo-episodes")
+            self._own_loop = self.loop
             ready.wait()
-        self._loop.call_soon_threadsafe(self.prepare)  # asynchronous tools run in its thread
-        return asyncio.run_coroutine_threadsafe(hold_all(), self._loop)
+        self.loop.call_soon_threadsafe(self.prepare)  # asynchronous tools run in its thread
+        return asyncio.run_coroutine_threadsafe(hold_all(), self.loop)
 
     def close(self) -> None:
         """End the event loop, if it is ours, and release the function's resources. Safe to call twice."""
         if self._own_loop is not None:
             self._own_loop.call_soon_threadsafe(self._own_loop.stop)
-            self._own_loop = self._loop = None
-        if self._func is not None:
-            self._func.close()
+            self._own_loop = self.loop = None
+        if self.func is not None:
+            self.func.close()
 
     def pending(self, tools: ToolRunner) -> str:
         """Describe the running agents or tools."""
-        if self._func is not None:
-            return self._func.pending()
+        if self.func is not None:
+            return self.func.pending()
         running = [*tools.running.values()]
         more = f" and {len(running) - 3} more" if len(running) > 3 else ""
         return ", ".join(running[:3]) + more

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,40 +47,34 @@ class BatchOver(RuntimeError):
     """A turn was requested of an ended batch."""
 
 
+@dataclass(eq=False)
 class Sampler:
-    """Turns of one batch on a rank. From any thread or event loop; not collective.
+    """Turns of one batch on a rank. From any thread or event loop; not collective."""
 
-    Args:
-        base_seed: of the batch, see `grpo.rollout.packing.seed_base`.
-        num_rows: of the rank in this batch.
-        max_model_len: longest sequence of an engine, in tokens.
-        first_place: of its rows, see `Ask`.
-        order: see `Ask`.
-        look: called every `POLL_S` while the main thread waits for answers.
-    """
+    channel: TurnChannel
+    _: KW_ONLY
+    base_seed: int
+    """Base of the batch's seeds, see `grpo.rollout.packing.seed_base`."""
+    rank: int
+    num_rows: int
+    """Number of the rank's rows in this batch."""
+    max_model_len: int
+    """Longest sequence of an engine, in tokens."""
+    first_place: int = 0
+    """Place of its first row, see `Ask`."""
+    order: int = 0
+    """See `Ask`."""
+    look: Callable[[], None] = lambda: None
+    """Called every `POLL_S` while the main thread waits for answers."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM arguments of all turns, overriding the trainer's; a call may override them again."""
 
-    def __init__(
-        self,
-        channel: TurnChannel,
-        *,
-        base_seed: int,
-        rank: int,
-        num_rows: int,
-        max_model_len: int,
-        first_place: int = 0,
-        order: int = 0,
-        look: Callable[[], None] = lambda: None,
-        sampling: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.sampling = {**(sampling or {})}
-        """vLLM arguments of all turns, overriding the trainer's; a call may override them again."""
-        self._channel, self.base_seed, self._rank, self._look = channel, base_seed, rank, look
-        self.max_model_len, self._first_place, self._order = max_model_len, first_place, order
+    def __post_init__(self) -> None:
         self.asked: set[Future[Answer]] = set()
         """Unanswered turns."""
         self._taken: dict[tuple[int, int | str], object] = {}
         """(row, turn) of finished and pending calls of `sample`."""
-        self._num_rows, self.is_over = num_rows, False
+        self.is_over = False
         self._calls = itertools.count(1)  # counted from several threads
         self.refused: dict[int, str] = {}
         """Reason, by row, why its prompt was refused, unless `sample` was called again; or why a turn of `sample_all`
@@ -159,14 +153,14 @@ class Sampler:
         turn = -next(self._calls)  # a number no call of `sample` has
         futures = [self._ask(prompt, row, turn, {}) for row, prompt in enumerate(prompts)]
         while _is_main_thread() and wait(futures, POLL_S).not_done:
-            self._look()
+            self.look()
         answers = [future.result() for future in futures]
-        if len(prompts) == self._num_rows:
+        if len(prompts) == self.num_rows:
             for row, answer in enumerate(answers):
                 self._attribute(row, turn, answer)
         elif (why := next((answer.refusal for answer in answers if answer.refusal is not None), None)) is not None:
             raise ValueError(
-                f"{why}; generate was given {len(prompts)} prompts, and the batch has {self._num_rows} rows: give it "
+                f"{why}; generate was given {len(prompts)} prompts, and the batch has {self.num_rows} rows: give it "
                 "one for each row, or await sample(..., row=..., turn=...), which tells each row's refusal"
             )
         return [self._note(answer) for answer in answers]
@@ -174,7 +168,7 @@ class Sampler:
     @property
     def is_stalled(self) -> bool:
         """True if the node has no engine now; requests wait until it has one."""
-        return self._channel.is_stalled
+        return self.channel.is_stalled
 
     def close(self) -> None:
         """End the batch: later `sample` calls raise `BatchOver`, and unanswered turns are cancelled."""
@@ -185,7 +179,7 @@ class Sampler:
     async def _awaited(self, asked: "asyncio.Future[Answer]") -> Answer:
         try:
             while _is_main_thread() and not (await asyncio.wait([asked], timeout=POLL_S))[0]:
-                self._look()
+                self.look()
             return await asked
         finally:
             if not asked.get_loop().is_closed():  # it is closed if a failed batch is collected as garbage
@@ -198,12 +192,12 @@ class Sampler:
             self.first_ask = time.monotonic()
         self.counts["turns"] += 1
         self.counts["prompt_tokens"] += len(token_ids)
-        asked = self._channel.ask(
+        asked = self.channel.ask(
             np.asarray(token_ids, np.int32),
-            place=self._first_place + row,
-            order=self._order,
-            seed=turn_seed(self.base_seed, rank=self._rank, row=row, num_rows=self._num_rows, turn=turn),
-            name=f"{'a turn' if isinstance(turn, str) else f'turn {turn}'} of row {row} of rank {self._rank}",
+            place=self.first_place + row,
+            order=self.order,
+            seed=turn_seed(self.base_seed, rank=self.rank, row=row, num_rows=self.num_rows, turn=turn),
+            name=f"{'a turn' if isinstance(turn, str) else f'turn {turn}'} of row {row} of rank {self.rank}",
             overrides={**self.sampling, **sampling},
         )
         self.asked.add(asked)

@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -55,56 +55,46 @@ class _Live:
     """Reports of all ranks, afterwards."""
 
 
+@dataclass(eq=False)
 class RankEpisodes:
-    """Runs a rank's episodes, batch by batch.
+    """Runs a rank's episodes, batch by batch."""
 
-    Args:
-        lookahead: batches started ahead of training's request, if `Rollouts.planned` provides them.
-        pool, broker: on the local main.
-        address: of the node's broker, on other ranks.
-        batches: provides the seed each batch would have without turns.
-        revive: see `EpisodeBatches`.
-        max_model_len: longest sequence of every engine of the job, in tokens.
-    """
+    rollouts: Rollouts
+    groups: NodeGroups
+    watch: FailureWatch
+    batches: GenerationBatches
+    """Provides the seed each batch would have without turns."""
+    limits: BatchLimits
+    _: KW_ONLY
+    lookahead: int = 0
+    """Batches started ahead of training's request, if `Rollouts.planned` provides them."""
+    pool: EnginePool | None
+    """On the local main."""
+    broker: TurnBroker | None
+    """On the local main."""
+    address: str | None
+    """Address of the node's broker, on other ranks."""
+    max_model_len: int
+    """Longest sequence of every engine of the job, in tokens."""
+    revive: Callable[[], None]
+    """See `EpisodeBatches`."""
 
-    def __init__(
-        self,
-        rollouts: Rollouts,
-        groups: NodeGroups,
-        watch: FailureWatch,
-        batches: GenerationBatches,
-        limits: BatchLimits,
-        *,
-        lookahead: int = 0,
-        pool: EnginePool | None,
-        broker: TurnBroker | None,
-        address: str | None,
-        max_model_len: int,
-        revive: Callable[[], None],
-    ) -> None:
+    def __post_init__(self) -> None:
         self._taken_now: Sampler | None = None
-        self._broker, self._pool, self._watch, self._batches = broker, pool, watch, batches
-        if broker is not None:
-            broker.accept()
-            self._channel = TurnChannel(broker.connect())
+        if self.broker is not None:
+            self.broker.accept()
+            self._channel = TurnChannel(self.broker.connect())
         else:
-            assert address is not None, "the node's local main says where it listens"
-            self._channel = TurnChannel.to(address)
-        self._rank, self._node = groups.topology.rank, groups.topology.node
+            assert self.address is not None, "the node's local main says where it listens"
+            self._channel = TurnChannel.to(self.address)
+        self._rank, self._node = self.groups.topology.rank, self.groups.topology.node
         self._episode_batches = EpisodeBatches(
-            self._channel,
-            groups,
-            watch,
-            limits,
-            revive=revive,
-            main=rollouts.tools.main,
+            self._channel, self.groups, self.watch, self.limits, revive=self.revive, main=self.rollouts.tools.main
         )
-        self._limits = limits
-        self._rollouts, self._max_model_len = rollouts, max_model_len
-        self._lookahead, self._num_places = lookahead, 0
+        self._num_places = 0
         self._ahead: deque[_Live] = deque()
         # also of a trainer that is never closed
-        self._let_go = weakref.finalize(self, _let_go, rollouts, self._channel)
+        self._let_go = weakref.finalize(self, _let_go, self.rollouts, self._channel)
         self._let_go.atexit = False
         self._workers: dict[int, Worker] = {}
         """Threads for a rollout function; its thread-local state persists between batches. One for each batch that may
@@ -118,12 +108,12 @@ class RankEpisodes:
     @property
     def sampler(self) -> Sampler | None:
         """Sampler of the current batch, for code inside a rollout function or its threads."""
-        return CURRENT.get() if self._lookahead else self._taken_now
+        return CURRENT.get() if self.lookahead else self._taken_now
 
     @property
     def is_function(self) -> bool:
         """True if the user's own function runs the episodes."""
-        return self._rollouts.is_function
+        return self.rollouts.is_function
 
     def run(self, prompts: Sequence[list[int]]) -> tuple[list[Episode], ToolRunner, GenerationBatch]:
         """Run an episode for each of the rank's prompts; returns them with the runner of their tools. Collective over
@@ -132,7 +122,7 @@ class RankEpisodes:
         Raises:
             RuntimeError: episodes started ahead have other prompts.
         """
-        start = partial(self._rollouts.start, self._rollouts.rows_of(prompts), self._rollouts.on_end())
+        start = partial(self.rollouts.start, self.rollouts.rows_of(prompts), self.rollouts.on_end())
         live = self._take(Planned(num_rows=len(prompts), start=start, asked=lambda: [*prompts]))
         return live.result, live.tools, self._taken(live)
 
@@ -155,7 +145,7 @@ class RankEpisodes:
         return live.result, self._taken(live)
 
     def _roll_here(self, error: NeedsMainThreadError) -> None:
-        if self._lookahead:
+        if self.lookahead:
             raise RuntimeError(
                 f"rollout_func is marked with grpo.in_threads, but cannot run beside the main thread: {error} "
                 "[GRPO-221]; set generation_lookahead to 0, and it is called in the main thread"
@@ -173,13 +163,13 @@ class RankEpisodes:
 
     def _sample_ahead(self, now: Progress) -> None:
         """Start the following batches, up to the lookahead."""
-        if now.mode != "train" or not self._lookahead:
+        if now.mode != "train" or not self.lookahead:
             return
-        cause = f"environments of a batch ahead are not made within {self._limits.batch_s:g} s (rollout_timeout)"
-        with self._watch.limited("making environments", self._limits.batch_s, cause):
-            while len(self._ahead) < self._lookahead:
+        cause = f"environments of a batch ahead are not made within {self.limits.batch_s:g} s (rollout_timeout)"
+        with self.watch.limited("making environments", self.limits.batch_s, cause):
+            while len(self._ahead) < self.lookahead:
                 number = (self._ahead[-1].number if self._ahead else now.batch) + 1
-                if (planned := self._rollouts.planned(number)) is None:
+                if (planned := self.rollouts.planned(number)) is None:
                     return
                 live = self._open(planned, now, number)
                 self._ahead.append(live)
@@ -200,19 +190,19 @@ class RankEpisodes:
             live.planned.drop()
 
     def _open(self, planned: Planned, now: Progress, number: int) -> "_Live":
-        sampler = self._sampler(planned, now, order_of(now.mode, number), self._batches.base_seed(now.mode, number))
-        tools = self._rollouts.tools.begin(planned.num_rows)
+        sampler = self._sampler(planned, now, order_of(now.mode, number), self.batches.base_seed(now.mode, number))
+        tools = self.rollouts.tools.begin(planned.num_rows)
         return _Live(planned=planned, at=now, number=number, sampler=sampler, tools=tools)
 
     def _begin(self, live: "_Live") -> "Future[Any]":
         if live.planned.start is not None:
             return live.planned.start(live.sampler, live.tools)
         assert live.planned.func is not None, "it has one of both"
-        place = live.number % (self._lookahead + 1) if live.at.mode == "train" or not self._lookahead else -1
+        place = live.number % (self.lookahead + 1) if live.at.mode == "train" or not self.lookahead else -1
         if place not in self._workers:
-            self._workers[place] = Worker("grpo-rollout", self._rollouts.prepare)
+            self._workers[place] = Worker("grpo-rollout", self.rollouts.prepare)
         context = contextvars.copy_context()
-        if self._lookahead:
+        if self.lookahead:
             context.run(CURRENT.set, live.sampler)
         return context.run(self._workers[place].run, partial(_call, live.planned.func, in_main_thread=False))
 
@@ -224,7 +214,7 @@ class RankEpisodes:
             base_seed=base_seed,
             rank=self._rank,
             num_rows=planned.num_rows,
-            max_model_len=self._max_model_len,
+            max_model_len=self.max_model_len,
             first_place=first,
             order=order,
             look=self._episode_batches.look,
@@ -232,7 +222,7 @@ class RankEpisodes:
         )
 
     def _take(self, planned: Planned) -> "_Live":
-        now = self._batches.now()
+        now = self.batches.now()
         if now.mode == "train" and self._ahead:
             live = self._ahead.popleft()
             self._collect(live)
@@ -277,7 +267,7 @@ class RankEpisodes:
                 report,
                 begin_again if self.is_function else None,
                 asked=lambda: live.sampler.asked,
-                pending=lambda: self._rollouts.pending(live.tools),
+                pending=lambda: self.rollouts.pending(live.tools),
             )
         finally:
             self._taken_now = None
@@ -289,7 +279,7 @@ class RankEpisodes:
         if not self._has_advised and (advice := serial_tools(live.reports)) is not None:
             self._has_advised = True
             _log.warning(advice)
-        self._sample_ahead(now := self._batches.now())
+        self._sample_ahead(now := self.batches.now())
         rows, sampler, reports = live.rows, live.sampler, of_nodes(live.reports)
         versions = [sampler.policy_versions.get(row, live.at.step) for row in range(len(rows))]
         engines = [sampler.engines.get(row, engine_id(self._node, 0)) for row in range(len(rows))]
@@ -308,16 +298,16 @@ class RankEpisodes:
     def delivered(self) -> None:
         """Record a weight sync to all engines of the job. On every rank, before the local main's pool takes the engines
         up."""
-        if self._broker is not None:
-            self._broker.deliveries += 1
+        if self.broker is not None:
+            self.broker.deliveries += 1
         self._channel.delivered()
 
     def close(self) -> None:
         """End threads and connections. Safe to call twice."""
         self.drop()
         self._let_go()
-        if self._broker is not None:
-            self._broker.close()
+        if self.broker is not None:
+            self.broker.close()
 
     def _report(self, live: "_Live", begun: float) -> EpisodesReport:
         rows, sampler = live.rows, live.sampler
@@ -328,32 +318,32 @@ class RankEpisodes:
             first_ask=sampler.first_ask,
             last_answer=sampler.last_answer,
             wait_s=time.monotonic() - begun,
-            tools_s=self._rollouts.tools.main.busy_s,
+            tools_s=self.rollouts.tools.main.busy_s,
             num_episodes=len(rows),
             num_refused=len(refusals),
             num_failed=sum(row.failure is not None for row in rows),
             newer_tokens=self._newer_tokens(live),
-            refusal=self._watch.make_record(refusals[0]) if refusals else None,
+            refusal=self.watch.make_record(refusals[0]) if refusals else None,
             counts={**sampler.counts, **tools},
         )
-        if self._pool is None:
+        if self.pool is None:
             return report
-        num_not_finite, not_finite = self._pool.accounts.take_not_finite()
-        num_sampled, sampling_s = self._pool.accounts.take_sampled()
+        num_not_finite, not_finite = self.pool.accounts.take_not_finite()
+        num_sampled, sampling_s = self.pool.accounts.take_sampled()
         return replace(
             report,
             num_not_finite=num_not_finite,
-            not_finite=self._watch.make_record(not_finite, kind=FailureKind.ENGINE) if not_finite else None,
-            idle_s=self._pool.accounts.take_idle_s(),
+            not_finite=self.watch.make_record(not_finite, kind=FailureKind.ENGINE) if not_finite else None,
+            idle_s=self.pool.accounts.take_idle_s(),
             period_s=self._period.take_s(),
-            num_reissued=self._pool.take_num_reissued(),
-            num_sampled=num_sampled if self._lookahead > 1 else None,
+            num_reissued=self.pool.take_num_reissued(),
+            num_sampled=num_sampled if self.lookahead > 1 else None,
             sampling_s=sampling_s,
         )
 
     def _newer_tokens(self, live: "_Live") -> int:
         """Policy versions gained since its start, summed over its tokens, assuming equal steps between versions."""
-        now, begun = self._batches.now(), live.at
+        now, begun = self.batches.now(), live.at
         a_step = (now.versions - begun.versions) / max(1, now.step - begun.step)
         counts = live.sampler.tokens_by_version
         return sum(round(a_step * (step - begun.step)) * count for step, count in counts.items())

@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from grpo.faults.deadlines import DeadlinePassed
@@ -33,43 +33,35 @@ class Toolbox:
     asynchronous: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class ToolRunner:
-    """Runs the tool calls of a rank's episodes, inside an event loop.
+    """Runs the tool calls of a rank's episodes, inside an event loop."""
 
-    Args:
-        timeout_s: limit of a call. A longer one is interrupted in the main thread, and abandoned elsewhere; the model
-            receives an error.
-        main: runs calls of synchronous tools, in TRL's order.
-        max_threads: None: only tools declared for threads run in threads. A number: all of them do, with at most this
-            many calls at a time; abandoned calls do not count. With 1 all calls share one thread, except those of
-            environments.
-        max_abandoned: calls that may exceed the limit over the run.
-        say: called with a message for the user about one that did.
-        prepare: called first in each thread.
-    """
+    _: KW_ONLY
+    timeout_s: float
+    """Limit of a call. A longer one is interrupted in the main thread, and abandoned elsewhere; the model receives an
+    error."""
+    main: MainThread
+    """Runs calls of synchronous tools, in TRL's order."""
+    max_threads: int | None
+    """None: only tools declared for threads run in threads. A number: all of them do, with at most this many calls at a
+    time; abandoned calls do not count. With 1 all calls share one thread, except those of environments."""
+    max_abandoned: int
+    """Calls that may exceed the limit over the run."""
+    say: Callable[[str], None] = lambda line: None
+    """Called with a message for the user about one that did."""
+    prepare: Callable[[], None] = lambda: None
+    """Called first in each thread."""
 
-    def __init__(
-        self,
-        *,
-        timeout_s: float,
-        main: MainThread,
-        max_threads: int | None,
-        max_abandoned: int,
-        say: Callable[[str], None] = lambda line: None,
-        prepare: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.timeout_s, self.main = timeout_s, main
+    def __post_init__(self) -> None:
         self.counts: Counter[str] = Counter()
         """Counts of the batch: calls, failed ones, and abandoned ones of these."""
         self.running: dict[int, str] = {}
         """Running calls, by an arbitrary number."""
-        self._max_abandoned, self._say = max_abandoned, say
         self._abandoned: list[str] = []
         self._numbers = itertools.count()
-        self._all_in_threads = max_threads is not None
-        self._places = asyncio.Semaphore(max_threads or MAX_DECLARED)
+        self._places = asyncio.Semaphore(self.max_threads or MAX_DECLARED)
         self.turnstile = Turnstile(0)
-        self._prepare = prepare
         self._idle: list[Worker] = []
         self._reported: set[str] = set()
         self.hanging_rows: set[int] = set()
@@ -119,7 +111,7 @@ class ToolRunner:
     # -- one call -------------------------------------------------------------------------------------------------
 
     def _in_threads(self, tool: Callable[..., Any]) -> bool:
-        return self._all_in_threads or may_run_in_threads(tool) or home_of(tool) is not None
+        return self.max_threads is not None or may_run_in_threads(tool) or home_of(tool) is not None
 
     async def _called(self, name: str, tool: Callable[..., Any], arguments: Any, row: int) -> Any:
         def call() -> Any:
@@ -138,7 +130,7 @@ class ToolRunner:
     async def _in_thread(self, name: str, tool: Callable[..., Any], call: Callable[[], Any], row: int) -> Any:
         home = home_of(tool)
         async with self._places:
-            worker = home or (self._idle.pop() if self._idle else Worker("grpo-tool", self._prepare))
+            worker = home or (self._idle.pop() if self._idle else Worker("grpo-tool", self.prepare))
             with self._noted(name, row):
                 done = asyncio.wrap_future(worker.run(call))
                 finished, _ = await asyncio.wait([done], timeout=self.timeout_s)
@@ -171,7 +163,7 @@ class ToolRunner:
             return done.result()
         if name not in self._reported:  # the model gets each error, the user one per tool: the tool may be wrong
             self._reported.add(name)
-            self._say(f"WARNING: tool {name} raised {type(raised).__name__}: {_shown(raised)}; the model sees it")
+            self.say(f"WARNING: tool {name} raised {type(raised).__name__}: {_shown(raised)}; the model sees it")
         return self._failed(_shown(raised))
 
     @contextlib.contextmanager
@@ -194,12 +186,12 @@ class ToolRunner:
         hangs = f"has not returned within {self.timeout_s:g} s (tool_timeout)"
         reported = f"tool {name}, called in row {row}, {hangs}"
         self._abandoned.append(reported)
-        if len(self._abandoned) > self._max_abandoned:
+        if len(self._abandoned) > self.max_abandoned:
             raise TooManyAbandoned(
-                f"more than {self._max_abandoned} tool calls hang on this rank (max_abandoned_tools) [GRPO-609]; the "
+                f"more than {self.max_abandoned} tool calls hang on this rank (max_abandoned_tools) [GRPO-609]; the "
                 f"first one: {self._abandoned[0]}"
             )
-        self._say(f"WARNING: {reported}; the model sees it, and {what_becomes_of_it}")
+        self.say(f"WARNING: {reported}; the model sees it, and {what_becomes_of_it}")
         return self._failed(f"tool {name} {hangs}")
 
     def _content(self, name: str, result: Any) -> Any:
