@@ -56,8 +56,8 @@ class LocalVLLM:
     training."""
     _: KW_ONLY
     prompts_of_batch: Callable[[int], list[list[int]] | None] = lambda number: None
-    """Returns this rank's prompts of the generation batch with a number, for asynchronous generation; None, on every rank, if
-    there is none."""
+    """Returns this rank's prompts of the generation batch with a number, for asynchronous generation; None, on every
+    rank, if there is none."""
     engine_ids: Callable[[], Sequence[Sequence[int]]] = list
     """Returns this rank's token ids of the requested prompts with images, with one placeholder for each image."""
     on_restart: Callable[[EngineRestart], None] = lambda restart: None
