@@ -326,7 +326,7 @@ def test_after_a_stop_episodes_begin_again(make: Make, tmp_path: Path) -> None:
             r"'times', which runs in the main thread \[GRPO-220\].*mark tools and environments",
         ),
         ({"environment_factory": Guessing}, "'Guessing', which runs in the main thread"),
-        ({"rollout_func": lambda prompts, trainer: {}}, "a rollout_func that is not said .*let it be grpo.agents"),
+        ({"rollout_func": lambda prompts, trainer: {}}, "a rollout_func that is not declared .*let it be grpo.agents"),
     ],
     ids=["a tool", "an environment", "a rollout function"],
 )
