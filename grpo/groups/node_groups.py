@@ -162,11 +162,12 @@ class NodeGroups:
                 raise JobFailed(failure) if stop is None else GenerationDropped(stop.why)
             return [from_json(to_json(value, kind), kind)]  # as other ranks would receive it
         exchange = watch.note_exchange()
+        # Before the report, whose record interrupts this thread: pydantic would wrap that into an error of its own.
+        answer = _Answer(failure=failure, stop=stop, value=to_json(value, kind)).dumps()
         if failure is not None and stop is None:
             watch.report(failure)  # ranks that are stuck elsewhere get it too
         try:
-            answer = _Answer(failure=failure, stop=stop, value=to_json(value, kind))
-            answers = [_Answer.loads(text) for text in self.all_gather(answer.dumps())]
+            answers = [_Answer.loads(text) for text in self.all_gather(answer)]
         except RuntimeError as error:
             watch.await_cause()
             watch.check()
