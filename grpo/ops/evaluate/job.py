@@ -45,7 +45,7 @@ def read_job(checkpoint: Path, flags: Sequence[str], sets: Sequence[str]) -> Eva
     found, attempt = _OF_ATTEMPT.fullmatch(checkpoint.resolve().name), _last_attempt(checkpoint.resolve().parent)
     command = [str(word) for word in attempt.get("command", [])]
     is_recipe = bool(command) and Path(command[0]).name == _SCRIPT
-    own = command[1:] if is_recipe else []
+    own = command[1:] if is_recipe else ["--model_name_or_path", str(checkpoint.resolve())]  # else it is the demo's
     if not command and not flags:
         raise ValueError(
             f"beside {checkpoint} is no {HISTORY_FILE}, so nothing says what to evaluate: give flags of train.py after "
@@ -106,7 +106,10 @@ def _rows_of(arguments: Arguments) -> Any:
     if arguments.is_demo:
         return demo_dataset("test")
     arguments.training.eval_strategy = "steps"  # even if the run did not evaluate
-    rows = load_evaluation(arguments, load_data(arguments))
+    script = arguments.script
+    if not (script.eval_datasets or script.dataset_name or arguments.mixture.datasets):
+        raise ValueError("no data to evaluate on: give --dataset_name or --eval_datasets after ` -- `")
+    rows = load_evaluation(arguments, {} if script.eval_datasets else load_data(arguments))
     for part in rows.values() if isinstance(rows, dict) else [rows]:
         if not hasattr(part, "__len__"):
             raise ValueError(

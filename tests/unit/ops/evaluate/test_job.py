@@ -45,6 +45,19 @@ def test_flags_alone_do_for_a_model_of_no_run(tmp_path: Path) -> None:
         read_job(tmp_path, task, ["c"])
 
 
+def test_flags_without_a_model_evaluate_the_checkpoint_on_their_data_and_never_the_demos(tmp_path: Path) -> None:
+    task = ["--reward_funcs", "exact_match", "--bf16", "false"]
+    sets = json.dumps({"mine": rows_in(tmp_path, "a.jsonl")})
+    job = read_job(tmp_path, [*task, "--eval_datasets", sets], [])
+    assert ([*job.sets], len(job.sets["mine"])) == (["mine"], 1)
+    job = read_job(
+        tmp_path, [*task, "--dataset_name", rows_in(tmp_path, "b.jsonl"), "--dataset_test_split", "train"], []
+    )
+    assert len(job.sets[None]) == 1
+    with pytest.raises(ValueError, match="no data to evaluate on: give --dataset_name or --eval_datasets"):
+        read_job(tmp_path, task, [])
+
+
 @pytest.mark.parametrize(
     ("command", "flags", "said"),
     [
