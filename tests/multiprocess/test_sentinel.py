@@ -54,7 +54,7 @@ def one_record(nodes: list[LightNode], *without: int) -> FailureRecord:
 
 def test_a_killed_rank_is_reported_on_all_nodes() -> None:
     with light_job(LONG_S, nodes=2) as nodes:
-        nodes[1].ranks[0].do("phase weight sync 3")
+        nodes[1].ranks[0].do("phase sync 3")
         nodes[1].ranks[0].send(signal.SIGKILL)
         record = one_record(nodes, 2)
         assert (record.node, record.rank, record.host, record.phase) == (1, 2, "h1", "sync")
