@@ -143,7 +143,7 @@ def test_the_job_with_a_compiled_engine_runs_on_cpus(tmp_path: Path) -> None:
         "one_generates and shm",
         "alone and shm",
         "resumed or bandwidth",
-        "killed and first-weight sync-inner",
+        "killed and first-sync-inner",
     ],
 )
 def test_jobs_for_two_gpus_run_on_cpus(chosen: str, tmp_path: Path) -> None:
