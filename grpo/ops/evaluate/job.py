@@ -1,8 +1,9 @@
 """Input of an evaluation: a checkpoint, the settings of its run, and the evaluation sets in the run's order."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from grpo.ops.train.checks import rewards_of
 from grpo.ops.train.data import load_data, load_evaluation
 from grpo.ops.train.demo import demo_dataset
 from grpo.ops.train.elsewhere import ConfigElsewhere
+from grpo.ops.train.parser import UnknownArgumentsError
 from grpo.place.spelling import did_you_mean
 from grpo.record.files import DAMAGED, HISTORY_FILE, read_attempts
 
@@ -44,7 +46,10 @@ def read_job(checkpoint: Path, flags: Sequence[str], sets: Sequence[str]) -> Eva
     """
     found, attempt = _OF_ATTEMPT.fullmatch(checkpoint.resolve().name), _last_attempt(checkpoint.resolve().parent)
     command = [str(word) for word in attempt.get("command", [])]
-    is_recipe = bool(command) and Path(command[0]).name == _SCRIPT
+    ranks = int(attempt.get("topology", {}).get("world_size", 1))
+    config = type("ConfigOfTheRun", (ConfigElsewhere,), {"ranks": ranks})
+    parse = partial(parse_arguments, config_type=config, world_size=ranks)
+    is_recipe = bool(command) and Path(command[0]).name == _SCRIPT and not _has_own_options(command[1:], parse)
     own = command[1:] if is_recipe else ["--model_name_or_path", str(checkpoint.resolve())]  # else it is the demo's
     if not command and not flags:
         raise ValueError(
@@ -56,9 +61,7 @@ def read_job(checkpoint: Path, flags: Sequence[str], sets: Sequence[str]) -> Eva
             f"the run was started as {command[0]}, whose data and rewards are its own: give them as flags of train.py "
             "after ` -- ` (--dataset_name, --reward_funcs, ...), or call trainer.evaluate() in the script"
         )
-    ranks = int(attempt.get("topology", {}).get("world_size", 1))
-    config = type("ConfigOfTheRun", (ConfigElsewhere,), {"ranks": ranks})
-    arguments = parse_arguments([*own, *flags], config_type=config, world_size=ranks)
+    arguments = parse([*own, *flags])
     _check(arguments)
     training, model = arguments.training, arguments.model
     own_kwargs = {"revision": model.model_revision, "dtype": model.dtype}
@@ -78,6 +81,17 @@ def read_job(checkpoint: Path, flags: Sequence[str], sets: Sequence[str]) -> Eva
         asked=frozenset(sets or by_name),
         reward_funcs=rewards_of(arguments),
     )
+
+
+def _has_own_options(words: list[str], parse: Callable[[list[str]], Arguments]) -> bool:
+    """True for a script that has the name of ours, and options that ours does not know."""
+    try:
+        parse(words)
+    except UnknownArgumentsError:
+        return True
+    except ValueError:  # raised again with the flags, if they do not replace the value
+        pass
+    return False
 
 
 def _last_attempt(folder: Path) -> dict[str, Any]:

@@ -37,6 +37,10 @@ MOST_USED = (
 )
 
 
+class UnknownArgumentsError(ValueError):
+    """Flags or YAML keys that no option has."""
+
+
 class StrictParser(TrlParser):
     """Rejects abbreviations, and raises ValueError instead of printing the usage and exiting."""
 
@@ -90,7 +94,7 @@ class TaskParser(StrictParser):
         flags = [word for word in words if re.match(r"-+[A-Za-z]", word)]
         if words or self._unknown_keys:
             known = [option for action in self._actions for option in action.option_strings]
-            raise ValueError(unknown_arguments([*(flags or words), *self._unknown_keys], known))
+            raise UnknownArgumentsError(unknown_arguments([*(flags or words), *self._unknown_keys], known))
         self._check(values)
         return values, words
 

@@ -185,7 +185,7 @@ def remove(folder: Path) -> None:
         (spoil_json, "cannot be read"),
         (spoil_fields, "cannot be read"),
         (spoil_kind, "cannot be read"),
-        (remove, "did not come to"),
+        (remove, "was not written to its end"),
     ],
 )
 def test_without_a_record_it_is_not_complete(spoil: Callable[[Path], None], words: str, tmp_path: Path) -> None:

@@ -67,6 +67,11 @@ def test_flags_without_a_model_evaluate_the_checkpoint_on_their_data_and_never_t
             [],
             "the run was started as my_train.py, whose data and rewards are its own",
         ),
+        (
+            ("train.py", "--data", "sums.jsonl"),
+            [],
+            "the run was started as train.py, whose data and rewards are its own",
+        ),
         (("train.py", "--bf16", "false"), ["--eval_top_p", "7"], r"eval_top_p is 7.0; it is in \(0, 1\]"),
     ],
 )
