@@ -85,7 +85,7 @@ class GRPOTrainer(TRLTrainer):
             JobFailed: on every rank that can raise, with one record, if any rank has failed.
         """
         train, parts = super().train, self._parts
-        with parts.run.guarded("train"), parts.run.recording_failures(self.args.output_dir), closing(parts.screen):
+        with parts.run.recording_failures(self.args.output_dir), parts.run.guarded("train"), closing(parts.screen):
             self._last_loaded_step = -1  # else TRL leaves out the first weight sync of a second `train`
             self.remove_callback(StepEnds)  # left by an earlier `train`; it must follow the user's callbacks
             self.add_callback(StepEnds(parts.run, [parts.resuming.begins, parts.timing.begins], self._after_step))
