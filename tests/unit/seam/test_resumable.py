@@ -151,8 +151,9 @@ def test_what_earlier_attempts_have_left_is_cleared_away(tmp_path: Path, monkeyp
     monkeypatch.setattr("grpo.seam.resuming.say", said.append)
     resuming()._clear_away(run, 3, by_itself=True)
     assert said[0] == f"{tmp_path / 'checkpoint-9'} was not finished by an earlier attempt: deleted"
-    assert [line.split(" is ")[0] for line in said[1:4]] == [
-        str(tmp_path / "abandoned.attempt-0" / f"checkpoint-{step}") for step in (8, 7, 6)
+    aside = tmp_path / "abandoned.attempt-0"
+    assert [line.partition(":")[0] for line in said[1:4]] == [
+        f"checkpoint-{step} is quarantined as {aside / f'checkpoint-{step}'}" for step in (8, 7, 6)
     ]
     assert said[4].endswith("was quarantined, and 2 later ones are: deleted")
     assert len(said) == 5
