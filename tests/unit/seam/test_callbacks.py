@@ -1,13 +1,19 @@
-"""Callbacks of a user's: what they add to a checkpoint is part of it."""
+"""Callbacks of a user's: what they add to a checkpoint is part of it, and what they raise is recorded."""
 
+import contextlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from datasets import Dataset
 from transformers import TrainerCallback
 
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.checkpoints.checkpoints import read_complete, verify
+from grpo.faults.failure import FailureRecord, JobFailed
+from tests.support.speaking_engine import Make, calculates
 
 
 class Merges(TrainerCallback):
@@ -43,3 +49,28 @@ def test_a_checkpoint_holds_what_callbacks_add(tiny_model: Path, tmp_path: Path)
         assert record.files["merged/weights"] == 10_000
         verify(folder, record, record.files)
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700, "in TRL's modes, too"
+
+
+def test_the_run_records_the_jobs_failure_and_not_what_it_did_to_this_rank(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch raises the job's record in place of an error that another rank's death has caused here."""
+    record = FailureRecord(node=0, rank=1, host="a", phase="train", cause="the process of rank 1 was killed")
+
+    class Broken(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    @contextlib.contextmanager
+    def guard() -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise JobFailed(record) from error
+
+    trainer = make(calculates, config={"max_steps": 1}, callbacks=[Broken()])
+    monkeypatch.setattr(trainer._parts.run.watch, "guard", guard)
+    with pytest.raises(JobFailed, match="rank 1 was killed"):
+        trainer.train()
+    state = json.loads((Path(trainer.args.output_dir) / "run_state.json").read_text())
+    assert state["why"].endswith(str(record)), state
