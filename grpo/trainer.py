@@ -36,16 +36,12 @@ class GRPOTrainer(TRLTrainer):
 
     In local mode all ranks of the job construct it at the same time, in the main thread. Local mode refuses FSDP, and
     quantised models other than four bits with LoRA. Of a multimodal model only the text part is trained, unless the
-    data set has images.
-
-    Args:
-        prompt_order: returns an epoch's row numbers in order, given its number.
+    data set has images. `prompt_order` returns an epoch's row numbers in order, given the epoch's number.
     """
 
     start_engine: ClassVar[StartEngine] = EngineClient
     """Starts each engine."""
-    _local: LocalVLLM | None = None
-    """This node's engines, in local mode."""
+    _local: LocalVLLM | None = None  # this node's engines, in local mode
 
     def __init__(
         self,
@@ -74,15 +70,12 @@ class GRPOTrainer(TRLTrainer):
         self.remove_callback(PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train as TRL's trainer does. Ends the process with exit code 0 if asked to stop, so that no script goes on to
-        save a half-trained model. Collective over the job.
+        """Train as TRL's trainer does; if any rank fails, `JobFailed` is raised on all that can raise, with one record.
+        Ends the process with exit code 0 if asked to stop, so that no script goes on to save a half-trained model.
 
         Args:
             resume_from_checkpoint: a complete checkpoint; True or "auto" for the newest complete one in `output_dir`,
                 where "auto" starts afresh if there is none. None for `args.resume_from_checkpoint`.
-
-        Raises:
-            JobFailed: on every rank that can raise, with one record, if any rank has failed.
         """
         train, parts = super().train, self._parts
         with parts.run.recording_failures(self.args.output_dir), parts.run.guarded("train"), closing(parts.screen):
@@ -239,14 +232,7 @@ class GRPOTrainer(TRLTrainer):
         return self._parts.evaluation.evaluate(eval_dataset, metric_key_prefix, evaluate)
 
     def agent_batch(self, prompts: Sequence[Any]) -> AgentBatch:
-        """Return the batch being sampled for `grpo.agents`.
-
-        Args:
-            prompts: this rank's prompts, as TRL passes them to a rollout function.
-
-        Raises:
-            TypeError: not in local mode, so there are no engines.
-        """
+        """Return the batch being sampled, for `grpo.agents`, of prompts as TRL gives them to a rollout function."""
         return self._parts.episodes.agent_batch(prompts)
 
     @property
