@@ -24,7 +24,6 @@ def scores_each(unit: Unit, *, ahead: bool = False) -> Callable[[Function], Func
     Args:
         unit: "completion", or "group" for the completions of one prompt; if a group is spread over several ranks, only
             the rank's own, as in TRL.
-
         ahead: with `generation_lookahead`, score completions of later batches as well, while the ranks train.
             `trainer_state` is then a copy, whose `global_step` is that of the step that will train on them.
 

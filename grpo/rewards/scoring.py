@@ -54,6 +54,8 @@ class Scoring:
     """Time limit of one call."""
     beside: bool
     """False: each function runs where TRL calls it."""
+    ahead: bool = False
+    """True if completions of later batches arrive while the ranks train."""
     in_main_thread: Callable[[Any], bool] = lambda func: False
     """Returns True for a synchronous function to call in the main thread, with those after it."""
     loop: Callable[[], asyncio.AbstractEventLoop]
@@ -74,7 +76,6 @@ class Scoring:
             for func in self.funcs
         ]
         self._worker: Worker | None = None
-        self._is_ahead = False
         self._lock = threading.Lock()
         self._rows: Rows | None = None
         self._kept: list[int] = []
@@ -104,20 +105,17 @@ class Scoring:
     @property
     def starts_early(self) -> bool:
         """True if a function can start before all completions are there."""
-        return any(function.unit is not None and function.runs_beside for function in self._own())
+        return any(map(self._starts_early, self._own()))
 
-    @property
-    def starts_ahead(self) -> bool:
-        """True if a function may score completions of a batch that training has not asked for."""
-        return any(function.scores_ahead and function.runs_beside for function in self._own())
+    def _starts_early(self, function: RewardFunction) -> bool:
+        return function.runs_beside and (function.scores_ahead if self.ahead else function.unit is not None)
 
-    def of_batch_ahead(self, rows: Rows, groups: Sequence[Sequence[int]]) -> "Scoring":
-        """The same functions and their thread, for a batch that training has not asked for; it has begun."""
+    def of_later_batch(self, rows: Rows, groups: Sequence[Sequence[int]]) -> "Scoring":
+        """Return a scoring by the same functions and their thread, in which a later batch has begun."""
         self._worker = self._worker or Worker("grpo-rewards", self.prepare)
         other = copy.copy(self)
-        other._is_ahead, other._lock = True, threading.Lock()
-        other._calls, other._queued, other._arrived = defaultdict(list), {}, set()
-        other._rows, other._groups, other._kept = rows, groups, []
+        other._lock, other._calls = threading.Lock(), defaultdict(list)
+        other.begin(rows, groups)
         return other
 
     # -- a batch --------------------------------------------------------------------------------------------------
@@ -139,7 +137,7 @@ class Scoring:
             self._rows.completions[row], self._rows.completion_ids[row] = completion, [*token_ids]
             self._arrived.add(row)
             for function in self._own():
-                if function.runs_beside and (function.scores_ahead if self._is_ahead else function.unit is not None):
+                if self._starts_early(function):
                     unit = self._unit_of(function, row)
                     if self._arrived.issuperset(unit):
                         self._submit(function, unit)

@@ -86,9 +86,9 @@ class Episodes:
     def rollouts(self) -> Rollouts | None:
         """Runner of episodes: of several turns, of a rollout function, or of single completions scored as they end.
         None if all completions of a rank arrive together. Available once TRL has made the trainer."""
-        view, args, func, scoring = self._view, self._view.args, self._func, self._rewards.scoring
-        is_early = scoring.starts_ahead if args.generation_lookahead else scoring.starts_early
-        if (not is_early or args.balances_nodes) and not view.tools and func is None:
+        view, args, func = self._view, self._view.args, self._func
+        comes_at_once = args.balances_nodes or not self._rewards.scoring.starts_early
+        if comes_at_once and not view.tools and func is None:
             return None
         me: Any = weakref.proxy(self)  # the finalizer of a trainer that is never closed holds the rollouts
         prepare = partial(use_device, view.accelerator.device)

@@ -68,6 +68,7 @@ class BatchRewards:
             self._run.watch,
             timeout_s=args.reward_timeout,
             beside=args.overlap_rewards,
+            ahead=args.generation_lookahead > 0,
             in_main_thread=self._asks_environments,
             loop=self._loop,
             timeline=self._timing.timeline,
@@ -102,11 +103,11 @@ class BatchRewards:
         if len(self.inputs) != len(prompts):  # a subclass may ask for completions alone
             return _with_messages(generate(prompts))
         ahead = self._ahead.pop(self._view.batch_number, None) if self._view.mode == "train" else None
-        if ahead is not None and ahead.scores(self._view.reward_funcs):
+        if ahead is None:
+            self.scoring.begin(self._rows(self.inputs, prompts), self._groups(len(prompts)))
+        else:
             self.scoring.drop()
             self._scoring = ahead
-        else:
-            self.scoring.begin(self._rows(self.inputs, prompts), self._groups(len(prompts)))
         generated = _with_messages(generate(prompts))
         _, completion_ids, _, completions, _, more, *_ = generated
         self._start(self._rows(_with_fields(self.inputs, more), prompts), completions, completion_ids)
@@ -122,13 +123,13 @@ class BatchRewards:
         Returns:
             A function to call with each completion; None if no reward function may run so early.
         """
-        if not self.scoring.starts_ahead or (inputs := read()) is None:
+        if not self.scoring.starts_early or (inputs := read()) is None:
             return None
         view, state = self._view, copy.copy(self._view.state)
         steps = (number - view.batch_number) * view.steps_per_batch // view.args.gradient_accumulation_steps
         state.global_step += steps
         rows = Rows(inputs, [row["prompt"] for row in inputs], None, state)
-        scoring = self._ahead[number] = self.scoring.of_batch_ahead(rows, self._groups(len(rows)))
+        scoring = self._ahead[number] = self.scoring.of_later_batch(rows, self._groups(len(rows)))
         return partial(self.add, scoring)
 
     def drop_ahead(self, number: int) -> None:
