@@ -32,7 +32,7 @@ class CacheSlot:
 
     folder: Path
     lock: int
-    """Descriptor of the slot's lock file, whose content tells if the holder is still starting. vLLM's processes are
+    """Descriptor of the slot's lock file, whose content shows if the holder is still starting. vLLM's processes are
     forked from the host and hold it too."""
 
     def is_ready(self) -> None:

@@ -61,7 +61,7 @@ class Channel:
         except BlockingIOError:
             self.is_open = len(self._unsent) < MAX_UNSENT_BYTES
         except OSError as error:
-            self._unsent = b""  # `receive` tells if the peer sent something before it went
+            self._unsent = b""  # `receive` shows if the peer sent something before it went
             self._note(error)
 
     def receive(self) -> list[Message]:

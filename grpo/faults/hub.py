@@ -111,7 +111,7 @@ class Hub(Between):
 
     def _strangers(self) -> dict[Channel, _Newcomer]:
         """Connections before the handshake. Connections after it stay until their node uses the next one: closing one
-        would tell the node that the hub is gone."""
+        would look to the node as if the hub were gone."""
         return {channel: newcomer for channel, newcomer in self._newcomers.items() if newcomer.place is None}
 
     def _accept(self) -> None:

@@ -1,7 +1,7 @@
 """Packets between a rank and its node's sentinel: JSON over a SOCK_SEQPACKET Unix socket, with file descriptors.
 
-Needs no other framing: a packet is sent whole or not at all, so a blocked receiver blocks nobody. The kernel identifies
-the connecting process.
+Needs no other framing: a packet is sent whole or not at all, so a blocked receiver blocks no sender. The kernel
+identifies the connecting process.
 """
 
 import array

@@ -104,7 +104,7 @@ class SentinelLink:
         if not self.is_gone and found is None and self._clock.tick() - self._heard_s > self._timeout_s:
             found = self._place.is_silent(self._timeout_s)
             if self._place.pid:  # the sentinel has sent its pid
-                os.kill(self._place.pid, signal.SIGKILL)  # it may be stopped for good, and nobody else would end it
+                os.kill(self._place.pid, signal.SIGKILL)  # it may be stopped, and no other process would end it
         return found
 
     def _take(self, message: dict[str, Any]) -> FailureRecord | None:

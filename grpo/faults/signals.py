@@ -45,7 +45,7 @@ class StopSignals:
         """Returns a stop request by other means than a signal; called before a failure is reported."""
         self.is_open = False
         self.is_hurried = False
-        """True once SIGTERM has come, which does not tell the time left."""
+        """True once SIGTERM has come, which does not say how much time is left."""
         self._numbers = [signal.SIGUSR1, *([signal.SIGTERM] if sigterm else [])]
         self._taken: dict[int, Any] = {}  # previous handlers by signal
         self._waker: int | None = None

@@ -122,7 +122,7 @@ def _gloo_threads() -> dict[str, str]:
 
 
 def join_deepspeed(config: object) -> None:
-    """Tell DeepSpeed of the process group, if it is used and transformers has made the group without it.
+    """Register the process group with DeepSpeed, if it is used and transformers has made the group without it.
 
     This happens with `--deepspeed FILE` and no GPU (5.17). DeepSpeed then takes a rank that loads a ZeRO-3 model for
     the only one: "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size".

@@ -84,7 +84,7 @@ def test_an_engine_that_is_late_and_then_dies_while_it_samples_and_is_asked(tiny
                 call.result(CONTRACT_S)
         with pytest.raises(EngineError, match="GRPO-405"):
             client.call("weight_version", CONTRACT_S)  # and whoever asks later
-        until(lambda: bool(deaths), CONTRACT_S, "nobody heard")
+        until(lambda: bool(deaths), CONTRACT_S, "no death was reported")
         assert len(deaths) == 1
         pool.close()
 
@@ -144,7 +144,7 @@ def test_an_engine_with_a_stopped_process_is_ended_and_one_that_is_held_for_a_wh
         with pytest.raises(EngineDied, match=rf"its process {inner.pid} was stopped \(SIGSTOP\?\) for 6 s"):
             client.call("weight_version", CONTRACT_S)
         assert time.monotonic() - began < CONTRACT_S
-        until(lambda: len(deaths) == 1, CONTRACT_S, "nobody heard")
+        until(lambda: len(deaths) == 1, CONTRACT_S, "no death was reported")
         assert not session_members(client.pid)
 
 
@@ -157,7 +157,7 @@ def test_a_host_whose_log_is_gone_is_missed_all_the_same(tiny_model: Path, tmp_p
         kill(client.pid)
         with pytest.raises(EngineError, match=r"the engine .* signal 9 \[GRPO-406\]"):
             client.wait_ready(CONTRACT_S)
-        until(lambda: len(deaths) == 1, CONTRACT_S, "nobody heard")
+        until(lambda: len(deaths) == 1, CONTRACT_S, "no death was reported")
 
 
 def test_an_engine_that_cannot_start_says_why(tiny_model: Path, tmp_path: Path) -> None:

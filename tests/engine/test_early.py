@@ -1,5 +1,4 @@
-"""A host that imports vLLM before it is given what to run: it serves then, and nothing of it stays where nobody
-asks."""
+"""A host that imports vLLM before its engine is known: it serves then, and is gone where no engine is needed."""
 
 import dataclasses
 import os

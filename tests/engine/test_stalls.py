@@ -72,7 +72,7 @@ def test_a_slow_step_does_nothing_and_one_that_never_ends_is_a_death(
                 client.call("prompt_logprobs", START_S, prompts=[[5, 6, 7]])  # for which it runs steps, too
             assert "the engine is stuck" in str(pause.exception())
         assert pool.collect(batch, CONTRACT_S) is None, "it is lost, as one that died"
-        until(lambda: bool(deaths), CONTRACT_S, "nobody heard")
+        until(lambda: bool(deaths), CONTRACT_S, "no death was reported")
         (death,) = deaths
         first, *stacks = death.what.splitlines()
         assert "the engine is stuck: it has ended no step for " in first

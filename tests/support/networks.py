@@ -65,7 +65,7 @@ class Network:
         return f"10.0.0.{host + 1}"
 
     def cut(self, host: int) -> None:
-        """Nothing reaches it or comes from it, and nobody is reported."""
+        """Nothing reaches it or comes from it, and no process gets an error."""
         self._at_switch("ip", "link", "set", f"port{host}", "nomaster")
 
     def reset(self, host: int) -> None:

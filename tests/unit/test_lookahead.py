@@ -96,8 +96,8 @@ def test_the_order_and_the_lag(tiny_model: Path, tmp_path: Path, story: list[tup
 
 
 def test_three_batches_under_way(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
-    """A weight sync comes before the wait for the oldest batch, and the next batch behind it; none that nobody trains
-    on."""
+    """A weight sync comes before the wait for the oldest batch, and the next batch behind it; no batch after the
+    last step."""
     trainer = train(tiny_model, tmp_path, story, generation_lookahead=3, max_steps=6)
     one, two, three, four, five, six = of_kind(story, "score")
     assert story == [

@@ -188,7 +188,7 @@ def finished(layers: list[alt.Chart], height: int) -> dict[str, Any]:
 def specification(chart: alt.Chart | alt.LayerChart, height: int) -> dict[str, Any]:
     """Specification of a chart as wide as its container in the page."""
     spec = chart.properties(width="container", height=height).to_dict()
-    # the page has its own; `$schema` is an address that nobody should follow
+    # the page has its own; `$schema` is an address that the page must not load
     for name in ("$schema", "config", "datasets"):
         spec.pop(name, None)
     return spec

@@ -1,4 +1,4 @@
-"""A process under an engine host that fails while the engine starts is reported, whether or not others hear of it."""
+"""A process under an engine host that fails while the engine starts is reported, whether or not others notice."""
 
 import multiprocessing
 import os

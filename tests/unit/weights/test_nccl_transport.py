@@ -113,7 +113,7 @@ def test_a_broadcast_that_fails_ends_the_sync_after_the_whole_walk(connected: Co
     assert wire.destroyed.is_set()
     assert "finish_weight_update" not in engine.methods()
 
-    _, again = syncer.sync(2)  # nothing is sent over what is broken, and nobody is left in a gather
+    _, again = syncer.sync(2)  # nothing is sent over what is broken, and no rank is left in a gather
     assert "ended by an earlier failure" in str(again)
     assert source.num_fills == 2 * NUM_BUCKETS
     assert engine.methods().count("start_weight_update") == 1

@@ -1,4 +1,4 @@
-"""The thread that tells the engines of a weight sync while its buckets are filled, over scripted engines."""
+"""The thread that announces a weight sync to the engines while its buckets are filled, over scripted engines."""
 
 import threading
 from typing import Any

@@ -45,7 +45,7 @@ def come(here: Place, bring: Callable[[Any], str] = lambda _: "here") -> str:
 def hold(
     head: Place, others: dict[str, Callable[[Any], str]], decide: Callable[[Any, Attendance], str], **given: Any
 ) -> tuple[tuple[Trouble, ...], dict[str, str]]:
-    """A rendezvous with a node for each of `others`: what the head hears of late ones, and each one's verdict."""
+    """A rendezvous with a node for each of `others`: the head's report of late ones, and each one's verdict."""
     with ThreadPoolExecutor() as threads:
         verdicts = {node: threads.submit(come, replace(head, node=node), bring) for node, bring in others.items()}
         late = preside(head, lambda: "the head's own", decide, **given)
