@@ -21,7 +21,7 @@ class GenerationSampler(Sampler[int]):
     (1.16). Epoch 0 is the same in both.
 
     Args:
-        num_prompts: rows of the data set.
+        data_source: the data set, of which only the length is used.
         prompts_per_batch: distinct prompts of a generation batch, over all ranks.
         num_generations: copies of each prompt in the batch, adjacent.
         repeats: how often a generation batch is repeated: once for each micro-batch trained on it.
@@ -264,13 +264,12 @@ def rows_of_batch(number: int, sampler: GenerationSampler, *, rank: int, world_s
 def prompts_of_rows(
     rows: Sequence[int], dataset: Any, tokenize: Callable[[list[Any]], list[list[int]]]
 ) -> list[list[int]]:
-    """Return the token ids of a rank's rows, copies included, of generation batch `number` of the run, counted from 0.
+    """Return the token ids of the prompts in rows with these numbers, copies included.
 
     Reads the data set by row number. The data loader is not used: reading ahead in it would set accelerate's
     end-of-data flag a batch too early, and so break gradient accumulation (1.15).
 
     Args:
-        rank: among `world_size` ranks.
         tokenize: returns token ids of a list of prompts, as in training.
     """
     different = list(dict.fromkeys(rows))
