@@ -100,8 +100,8 @@ def prompt_ids(
     if is_chat and not (tokenizer.chat_template or kwargs.get("chat_template")):
         raise ValueError(
             f"the prompts are conversations, but the tokenizer of {name} has no chat template "
-            "[GRPO-204]: take an instruct model, make the prompts plain text (without --system_prompt), or give a "
-            "tokenizer with a template as processing_class"
+            "[GRPO-204]: take an instruct model, write each prompt as a text in the place of messages (no "
+            "--system_prompt), or give a tokenizer with a template as processing_class"
         )
     try:
         if isinstance(tokenizer, ProcessorMixin):

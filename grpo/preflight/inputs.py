@@ -14,11 +14,21 @@ from grpo.model.pictures import with_list_of_images
 from grpo.model.text_part import placeholder_ids
 from grpo.place.spelling import did_you_mean
 from grpo.preflight.data import check_columns, check_enough_rows, check_prompt_lengths, first_row, prompt_ids
-from grpo.preflight.model import check_model, local_model
+from grpo.preflight.model import check_hub, check_model, local_model
 from grpo.preflight.processor import load_tokenizer
 from grpo.preflight.rewards import check_reward_list, try_rewards
 from grpo.preflight.tools import check_conversational, check_environments_data, check_tools
 from grpo.preflight.versions import warn_of_untested
+
+
+def check_model_name(inputs: Mapping[str, Any]) -> None:
+    """Check that the model is a folder, or a hub id within reach. Goes before all that reads its configuration.
+
+    Raises:
+        ValueError: names the model and the fix.
+    """
+    if isinstance(inputs["model"], str) and local_model(inputs["model"], "the model") is None:
+        check_hub(inputs["model"], "the model", revision=(inputs["args"].model_init_kwargs or {}).get("revision"))
 
 
 def check_inputs(inputs: Mapping[str, Any]) -> None:
@@ -28,8 +38,6 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
         ValueError: names the argument and the fix.
     """
     args: GRPOConfig = inputs["args"]
-    if isinstance(inputs["model"], str):
-        local_model(inputs["model"], "the model")
     has_environment = bool(inputs["environment_factory"])
     if inputs["reward_funcs"] is not None or not has_environment:  # an environment may score by itself
         check_reward_list(inputs["reward_funcs"], args)

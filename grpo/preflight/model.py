@@ -4,6 +4,7 @@ from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError
 
 from grpo.faults.kinds import is_users
 from grpo.place.spelling import did_you_mean
@@ -49,8 +50,8 @@ def check_model(name: str, setting: str, *, revision: str | None = None, trust_r
             f"{setting} is {name}, which holds a config.json, but no weights ({', '.join(_WEIGHTS[:2])}): copy the "
             "whole model there"
         )
-    if folder is None and constants.is_offline_mode():
-        _check_cached(name, setting, revision)
+    if folder is None:
+        check_hub(name, setting, revision=revision)
     from transformers import AutoConfig  # the doctor asks about folders, and has no need of it
 
     try:
@@ -61,6 +62,26 @@ def check_model(name: str, setting: str, *, revision: str | None = None, trust_r
         where = f" (no folder in {Path.cwd()}{close_name(Path(name))}, but a hub id)" if folder is None else ""
         raise ValueError(
             f"{setting} is {name!r}{where}, whose configuration cannot be read: {reason_of(error)}"
+        ) from error
+
+
+def check_hub(name: str, setting: str, *, revision: str | None = None) -> None:
+    """Check that a hub id is in the cache, or the hub answers: transformers would retry for minutes.
+
+    Raises:
+        ValueError: neither; the message names a way out.
+    """
+    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision), str):
+        return
+    try:
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json", revision=revision))
+    except HfHubHTTPError:
+        return  # the hub has answered, and transformers says more about it
+    except Exception as error:  # or HF_HUB_OFFLINE is set
+        raise ValueError(
+            f"{setting} is {name!r}, which is no folder here{close_name(Path(name))}, and as a hub id it is not in the "
+            f"cache ({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} gives no answer: {reason_of(error)} "
+            f"[GRPO-202]: run `hf download {name}` where there is a network, or name a local folder"
         ) from error
 
 
@@ -100,16 +121,6 @@ def _check_folder(path: Path, setting: str) -> None:
         held = sorted(file.name for file in path.iterdir())
         fix = f"it holds {', '.join(held[:5]) + (' …' if len(held) > 5 else '') or 'nothing'}"
     raise ValueError(f"{setting} is the folder {path}, which holds no config.json: {fix}")
-
-
-def _check_cached(name: str, setting: str, revision: str | None) -> None:
-    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision), str):
-        return
-    raise ValueError(
-        f"{setting} is {name!r}, which is no folder here{close_name(Path(name))}, and as a hub id it is not in the "
-        f"cache ({constants.HF_HUB_CACHE}) while HF_HUB_OFFLINE is set [GRPO-202]: run `hf download {name}` where "
-        "there is a network, or name a local folder"
-    )
 
 
 def close_name(path: Path) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from grpo.place.log import EVERY_RANK
 from grpo.record.timeline.records import covered
@@ -33,9 +33,7 @@ class ProfileSteps(TrainerCallback):
         self._steps, self._rank, self._metrics = steps, rank, metrics
         self._profiler: Any = None
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         # An earlier attempt may have done steps before the first one.
         if self._profiler is None and self._steps and state.global_step + 1 in self._steps:
             activities = [torch.profiler.ProfilerActivity.CPU]
@@ -44,13 +42,11 @@ class ProfileSteps(TrainerCallback):
             self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
             self._profiler.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if self._profiler is not None and state.global_step >= self._steps[-1]:
             self._finish(Path(args.output_dir))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if self._profiler is not None:
             self._finish(Path(args.output_dir))
 

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn
 from rich.table import Column
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from grpo.place.launch import read_launch
@@ -50,9 +50,7 @@ class ProgressOnScreen(TrainerCallback):
         self._figures: list[str] = []
         show_log()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self.close()
         if not state.is_world_process_zero:
             return
@@ -75,12 +73,12 @@ class ProgressOnScreen(TrainerCallback):
         self._bar.add_task("step", completed=state.global_step, total=state.max_steps, figures="")
         self._show(self._bar)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=state.global_step)
             self._draw(self._bar)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         logs = kwargs.get("logs")
         if self._bar is None or not logs:
             return
@@ -93,9 +91,7 @@ class ProgressOnScreen(TrainerCallback):
             self._figures = shown
             self._draw(self._bar)
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         eval_dataloader: Any = kwargs.get("eval_dataloader")
         if self._bar is None or not has_length(eval_dataloader):
             return
@@ -104,15 +100,13 @@ class ProgressOnScreen(TrainerCallback):
         self._bar.advance(self._evaluation)
         self._draw(self._bar)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if self._bar is not None and self._evaluation is not None:
             self._bar.remove_task(self._evaluation)
             self._evaluation = None
             self._draw(self._bar)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self.close()
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from grpo.place.launch import read_launch
 from grpo.place.log import LOGS_FOLDER, log_name, open_log
 from grpo.place.same_everywhere import read_versions
 from grpo.place.topology import NodeTopology, read_topology
-from grpo.preflight.inputs import FirstRow, check_inputs, try_first_row
+from grpo.preflight.inputs import FirstRow, check_inputs, check_model_name, try_first_row
 from grpo.preflight.lora import around_towers, choose_lora, with_revision
 from grpo.preflight.quantisation import settle_quantisation
 from grpo.record.folder import make_run_folder
@@ -87,6 +87,7 @@ def start(parts: TrainerParts, arguments: Arguments, init: Init, start_engine: S
         if launch.launched:
             start_first_host()  # unless one waits already, or this node has started its engines before
         with parts.run.recording_failures(args.output_dir):
+            check_model_name(arguments)
             refuse_unsupported(arguments)
             refuse_main_thread_ahead(arguments)
             check_inputs(arguments)

@@ -13,9 +13,9 @@ import re
 from dataclasses import dataclass, field
 
 from datasets import Dataset, load_dataset
-from trl import TrlParser
 
-from grpo import GRPOConfig, GRPOTrainer
+from grpo import GRPOConfig, GRPOTrainer  # before TRL, whose import it makes faster and quieter
+from trl import TrlParser
 
 SYSTEM_PROMPT = "Work it out step by step. End with a line '#### ' and the answer as a number."
 
@@ -53,6 +53,7 @@ def training_data(file: str | None) -> Dataset:
         draw = random.Random(0)
         pairs = [(draw.randrange(10, 100), draw.randrange(10, 100)) for _ in range(2000)]
         rows = Dataset.from_list([{"question": f"what is {a} * {b}?", "answer": a * b} for a, b in pairs])
+    # For a model without a chat template, a text: {"prompt": SYSTEM_PROMPT + "\n" + row["question"] + "\n"}
     return rows.map(
         lambda row: {
             "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["question"]}]
@@ -65,7 +66,8 @@ def reward(completions, answer, **_) -> list[float]:
     """One number for each completion: 1 for the right answer, 0.1 for the right form, 0 else."""
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
-        found = re.search(r"####\s*(-?[\d,]+)\s*$", completion[0]["content"])  # plain prompts give plain texts
+        text = completion if isinstance(completion, str) else completion[0]["content"]  # as the prompt is
+        found = re.search(r"####\s*(-?[\d,]+)\s*$", text)
         said = found[1].replace(",", "") if found else None
         rewards.append(0.0 if said is None else 1.0 if said == str(right) else 0.1)
     return rewards

@@ -18,6 +18,7 @@ from grpo.config import GRPOConfig, own_fields
 from grpo.config.documented import documented
 from grpo.ops.train.adapters import ADAPTERS
 from grpo.ops.train.parser import StrictParser, TaskParser
+from grpo.ops.train.rewards import REWARD_NAMES
 from grpo.place.files import settings_of
 from grpo.place.launch import read_launch
 from grpo.place.spelling import did_you_mean
@@ -56,6 +57,10 @@ DEMO_COMPLETIONS = 256  # per generation batch, on any number of ranks
 class GRPOScriptArguments(TrlScriptArguments):
     """TRL's script arguments, and more for data sets, prompts, evaluation, agents and reports."""
 
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={"help": f"Reward functions: {', '.join(REWARD_NAMES)}, or dotted paths such as my_rewards.score."},
+    )
     dataset_adapter: str | None = field(
         default=None,
         metadata={

@@ -158,5 +158,4 @@ def _check_names(dataset: Any, columns: Iterable[str], what: str, fix: str) -> N
 def _to_conversation(row: dict[str, Any], system_prompt: str) -> dict[str, Any]:
     if not isinstance(row["prompt"], str):
         raise ValueError("system_prompt is set, but the prompts of the data set are conversations already: remove it")
-    messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": row["prompt"]}]
-    return {"prompt": messages}
+    return {"prompt": [{"role": "system", "content": system_prompt}, {"role": "user", "content": row["prompt"]}]}

@@ -14,7 +14,6 @@ from grpo.place.spelling import did_you_mean
 RewardFunc = Callable[..., Any]
 
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
-REWARD_NAMES = ("exact_match", "code_reward", "agent_reward", "reasoning_gym_answer", *TRL_REWARDS)
 
 
 def exact_match(completions: Sequence[Completion], answer: Sequence[str], **_: Any) -> list[float]:
@@ -42,6 +41,10 @@ def agent_reward(completions: Sequence[Any], reward: Sequence[float | None] | No
     return [*reward]
 
 
+_OWN: dict[str, RewardFunc] = {f.__name__: f for f in (exact_match, code_reward, agent_reward, reasoning_gym_answer)}
+REWARD_NAMES = (*_OWN, *TRL_REWARDS)
+
+
 def load_reward_funcs(names: Iterable[str]) -> list[RewardFunc]:
     """Load reward functions by name: `REWARD_NAMES`, or dotted paths with the working directory importable.
 
@@ -54,14 +57,8 @@ def load_reward_funcs(names: Iterable[str]) -> list[RewardFunc]:
 
 
 def _load(name: str) -> RewardFunc:
-    if name == "exact_match":
-        return exact_match
-    if name == "code_reward":
-        return code_reward
-    if name == "agent_reward":
-        return agent_reward
-    if name == "reasoning_gym_answer":
-        return reasoning_gym_answer
+    if name in _OWN:
+        return _OWN[name]
     if name in TRL_REWARDS:
         import trl.rewards
 

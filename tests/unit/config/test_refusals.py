@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.config.refusals import check_init_kwargs, ddp_memory_message
+from grpo.ops.train.demo import MODEL
 
 DATA = Dataset.from_dict({"prompt": ["1+1="]})
 
@@ -54,14 +55,14 @@ def test_features_of_other_modes_are_refused_by_name(case: str) -> None:
     arguments, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         GRPOTrainer(
-            **{"model": "no-such-model", "reward_funcs": print, "args": config(), "train_dataset": DATA, **arguments}
+            **{"model": str(MODEL), "reward_funcs": print, "args": config(), "train_dataset": DATA, **arguments}
         )
 
 
 def test_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match=r"FSDP.*DeepSpeed, DDP or one process"):
-        GRPOTrainer("no-such-model", reward_funcs=print, args=config(), train_dataset=DATA)
+        GRPOTrainer(str(MODEL), reward_funcs=print, args=config(), train_dataset=DATA)
 
 
 @pytest.mark.parametrize("kind", ["TP", "CP", "SP"])
@@ -70,14 +71,14 @@ def test_ranks_that_share_a_model_are_refused(kind: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")
     with pytest.raises(ValueError, match=rf"the launcher's parallelism_config has {kind.lower()}_size 2: .*remove it"):
-        GRPOTrainer("no-such-model", reward_funcs=print, args=config(), train_dataset=DATA)
+        GRPOTrainer(str(MODEL), reward_funcs=print, args=config(), train_dataset=DATA)
 
 
 def test_ranks_that_share_a_model_by_deepspeed_are_refused() -> None:
     args = config()
     args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"tensor_parallel": {"autotp_size": 2}})
     with pytest.raises(ValueError, match=r"DeepSpeed's tensor_parallel.autotp_size is 2: .*remove it"):
-        GRPOTrainer("no-such-model", reward_funcs=print, args=args, train_dataset=DATA)
+        GRPOTrainer(str(MODEL), reward_funcs=print, args=args, train_dataset=DATA)
 
 
 def test_data_parallel_ranks_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +109,7 @@ def test_a_model_that_takes_no_weights_is_refused(tmp_path: Path) -> None:
 def test_trls_own_config_is_named() -> None:
     theirs = trl.GRPOConfig(output_dir="unused", use_cpu=True, bf16=False)
     with pytest.raises(TypeError, match="GRPO-201"):
-        GRPOTrainer("no-such-model", reward_funcs=print, args=theirs, train_dataset=DATA)  # type: ignore[arg-type]
+        GRPOTrainer(str(MODEL), reward_funcs=print, args=theirs, train_dataset=DATA)  # type: ignore[arg-type]
 
 
 def test_ways_of_loading_that_engines_cannot_follow_are_refused() -> None:

@@ -97,6 +97,7 @@ MISTAKES = {
     "an unknown kind of model": Mistake(files={"new/config.json": '{"model_type": "gpt9"}', "new/model.safetensors": ""}, settings={"model_name_or_path": "new"}, says=("'new'", "gpt9")),
     "the weights' file": Mistake(settings={"model_name_or_path": "model/model.safetensors"}, says=("model/model.safetensors", "name the folder")),
     "a hub model offline": Mistake(settings={"model_name_or_path": "nobody/modle"}, env={"HF_HUB_OFFLINE": "1"}, says=("'nobody/modle'", "[GRPO-202]", "hf download nobody/modle")),
+    "a hub model out of reach": Mistake(settings={"model_name_or_path": "nobody/modle"}, env={"HF_ENDPOINT": "http://127.0.0.1:9"}, says=("'nobody/modle'", "http://127.0.0.1:9", "refused", "[GRPO-202]", "name a local folder")),
     "a misspelt folder offline": Mistake(settings={"model_name_or_path": "modle"}, env={"HF_HUB_OFFLINE": "1"}, says=("'modle'", "did you mean model?")),
     "a model without a tokenizer": Mistake(files={"mute/": ""}, settings={"model_name_or_path": "mute"}, says=("'mute'", "tokenizer.json")),
     "LoRA half asked for": Mistake(flags=("--lora_r", "8"), says=("lora_r without use_peft", "add --use_peft")),
@@ -212,8 +213,12 @@ def test_a_mistake_is_reported_in_a_few_lines(
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    if mistake.env:
+    if "HF_HUB_OFFLINE" in mistake.env:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if endpoint := mistake.env.get("HF_ENDPOINT"):
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+        template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     argv = write(mistake, right_task, tmp_path)
     monkeypatch.chdir(tmp_path)
     capfd.readouterr()
