@@ -3,7 +3,7 @@
 TRL's wheel brings no tests, so CHECKOUT is a clone of its repository, at the version that is installed or near it. The
 tests run as they are; what they load from the hub is made under the same names (`tests/support/trl_models.py`).
 
-    theirs: TRL's own classes; what fails so, too, is not ours
+    theirs: TRL's own classes, in float32 as the others; what fails so, too, is not ours
     ours:   ours, without engines, as TRL's are by default
     local:  ours in local mode, over an engine that answers at once with made-up tokens
 """
@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
+import trl
 from trl import import_utils
 
 from grpo import GRPOConfig, GRPOTrainer
@@ -37,8 +38,15 @@ TESTS = Path("tests") / "test_grpo_trainer.py"
 MADE_UP_TOKENS = 4
 
 
+class Theirs(trl.GRPOConfig):
+    """TRL's; in float32, which a CPU computes faster, and in which small updates change a weight."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"bf16": False, **options})
+
+
 class WithoutEngines(GRPOConfig):
-    """Ours, as TRL's is by default; in float32, which a CPU computes faster."""
+    """Ours, as TRL's is by default; in float32."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"use_vllm": False, "bf16": False, **options})
@@ -112,7 +120,7 @@ def main() -> int:
                 patch.setattr(import_utils, name, lambda: False, raising=False)
         patch.chdir(folder)
         patch.syspath_prepend(folder)
-        classes: dict[str, type] = {}
+        classes: dict[str, type] = {"GRPOConfig": Theirs}
         if args.mode != "theirs":
             config = WithoutEngines if args.mode == "ours" else InLocalMode
             classes = {"GRPOTrainer": GRPOTrainer, "GRPOConfig": config}
