@@ -94,8 +94,8 @@ class GRPOConfig(MultiTurnConfig, EvaluationConfig, GroupConfig, RecordingConfig
     from it. None: per_device_train_batch_size x gradient_accumulation_steps x ranks."""
     vllm_importance_sampling_mode: str | None = None
     """As in TRL: 'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'. None: TRL's 'sequence_mask',
-    and 'token_truncate' with generation_lookahead, where the ratio of a whole long sequence leaves its bounds almost
-    always; 'sequence_*' are refused with 2 or more."""
+    and 'token_truncate' for loss_type 'vespo', which needs it, and with generation_lookahead, where the ratio of a
+    whole long sequence leaves its bounds almost always; 'sequence_*' are refused with 2 or more."""
     vllm_engine_kwargs: dict[str, Any] | str | None = None
     """Passed to vLLM's engine as they are (a JSON object on the command line). A key that another setting decides, or
     that would make the engine another policy, is refused by name."""
@@ -186,9 +186,9 @@ class GRPOConfig(MultiTurnConfig, EvaluationConfig, GroupConfig, RecordingConfig
             default = trl.GRPOConfig.vllm_gpu_memory_utilization
             self.vllm_gpu_memory_utilization = LOCAL_GPU_MEMORY_UTILIZATION if self.local_mode else default
         if self.vllm_importance_sampling_mode is None:
-            ahead = self.local_mode and self.generation_lookahead
+            by_token = self.local_mode and (self.generation_lookahead or self.loss_type == "vespo")  # which needs it
             self.vllm_importance_sampling_mode = (
-                "token_truncate" if ahead else trl.GRPOConfig.vllm_importance_sampling_mode
+                "token_truncate" if by_token else trl.GRPOConfig.vllm_importance_sampling_mode
             )
         if self.local_mode:
             check_counts(self)

@@ -55,9 +55,11 @@ def test_importance_sampling_by_token_when_completions_are_older() -> None:
             {"generation_lookahead": 1, "vllm_importance_sampling_mode": "sequence_mask"},
             {"generation_lookahead": 4},
             {"generation_lookahead": 4, "vllm_importance_sampling_mode": "token_mask"},
+            {"loss_type": "vespo"},
         )
     ]
-    assert modes == ["sequence_mask", "token_truncate", "sequence_mask", "token_truncate", "token_mask"]
+    of_ahead = ["sequence_mask", "token_truncate", "sequence_mask", "token_truncate", "token_mask"]
+    assert modes == [*of_ahead, "token_truncate"]
 
 
 def test_a_clip_on_the_engines_log_probabilities_needs_no_correction() -> None:
@@ -166,7 +168,10 @@ REFUSED = {
     ),
     "memory": ({"vllm_gpu_memory_utilization": 1.5}, r"vllm_gpu_memory_utilization is 1.5"),
     "generation kwargs": ({"generation_kwargs": {"n": 4}}, r"generation_kwargs holds 'n'"),
-    "vespo": ({"loss_type": "vespo"}, r"loss_type 'vespo' needs vllm_importance_sampling_mode"),
+    "vespo": (
+        {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
+        r"loss_type 'vespo' needs vllm_importance_sampling_mode",
+    ),
     "our field elsewhere": ({"use_vllm": False, "vllm_sync_bucket_mb": 3}, r"vllm_sync_bucket_mb .*local mode only"),
 }
 
