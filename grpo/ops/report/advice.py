@@ -70,8 +70,7 @@ class Figures:
 
     @property
     def is_multi_turn(self) -> bool:
-        """True with tools, environments or a rollout function: no sampling on other nodes, and no advice to look
-        ahead."""
+        """True with tools, environments, agents or a rollout function: no sampling on other nodes."""
         return any(self.option(name, False) for name in MULTI_TURN)
 
     @property
@@ -80,7 +79,7 @@ class Figures:
         the same cores."""
         has_rows, clips = not self.option("streams", False), self.option("old_logprobs", "trainer") == "engine"
         corrects = clips or self.option("vllm_importance_sampling_correction", True)
-        return has_rows and corrects and not self.is_multi_turn and self.run.settings.topology.get("has_gpus", True)
+        return has_rows and corrects and self.run.settings.topology.get("has_gpus", True)
 
     @property
     def takes_turns(self) -> bool:
@@ -152,6 +151,8 @@ def sampling_ahead(figures: Figures) -> Advice | None:
             return None
         finding, depth, wait = f"engines idle {percent(idle)} and ranks wait {percent(wait)}", 1, min(wait, idle)
         why = f"Overlap saves up to {percent(wait)} of a step. Completions are then one weight sync older."
+    if figures.is_multi_turn:
+        why += " Mark what runs in the main thread with grpo.in_threads: tools, environments, a rollout function."
     return Advice(setting=f"generation_lookahead: {depth}", finding=finding, why=why, weight=wait)
 
 
@@ -235,19 +236,15 @@ def slow_saves(figures: Figures) -> Advice | None:
     share, every = figures.share(records.SAVE), figures.steps_between_saves
     if share < 0.1 or every is None:
         return None
-    rarer = every * max(2, round(share / 0.03))
+    rarer, spans = every * max(2, round(share / 0.03)), figures.run.timeline.spans
+    longest_s = float((spans.end - spans.begin)[spans.in_phases(records.SAVE)].max(initial=0.0))
     return Advice(
         setting=f"save_steps: {rarer}",
         finding=f"saving takes {percent(share)} of the time",
-        why=f"A save holds training {shares.mean(figures.run, 'run/save_s') or _longest_save(figures):.0f} s, every "
+        why=f"A save holds training {shares.mean(figures.run, 'run/save_s') or longest_s:.0f} s, every "
         f"{every} steps. A failure then loses more steps. A faster disk under output_dir helps as well.",
         weight=share,
     )
-
-
-def _longest_save(figures: Figures) -> float:
-    spans = figures.run.timeline.spans
-    return float((spans.end - spans.begin)[spans.in_phases(records.SAVE)].max(initial=0.0))
 
 
 def no_spread(figures: Figures) -> Advice | None:

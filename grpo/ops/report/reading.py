@@ -39,6 +39,11 @@ class AttemptRecord:
     commit: str = ""
     topology: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_trained(self) -> bool:
+        """True if it has made a step of its own."""
+        return self.step > self.from_step
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:

@@ -3,11 +3,10 @@
 import time
 from dataclasses import dataclass
 
-from grpo.faults.failure import FailureRecord
 from grpo.ops import windows
 from grpo.ops.report import shares
 from grpo.ops.report.advice import Advice, Figures, advice_for, count_deaths, is_judged, percent
-from grpo.ops.report.reading import Run
+from grpo.ops.report.reading import AttemptRecord, Run
 
 MANY_S = 600  # a running job without a log for this long, and for ten steps, may hang
 
@@ -55,34 +54,30 @@ def _all_well(figures: Figures) -> str:
         return "no step is done yet"
     if not is_judged(figures):
         return f"{figures.run.step} step{'s' * (figures.run.step > 1)} are too few to advise by"
-    seen = [
-        f"{words} {percent(share)}"
-        for words, share, name in (
-            ("engines idle", figures.idle_share, "engine/idle_share"),
-            ("ranks wait", figures.wait_share, "rollout/wait_share"),
-        )
-        if figures.run.metrics.get(name) is not None
-    ]
-    return "nothing to change was found" + (f": {', '.join(seen)}" if seen else "")
+    run, idle, wait = figures.run, percent(figures.idle_share), percent(figures.wait_share)
+    said = {"engine/idle_share": f"engines idle {idle}", "rollout/wait_share": f"ranks wait {wait}"}
+    seen = ", ".join(words for name, words in said.items() if run.metrics.get(name) is not None)
+    why = "" if run.settings.topology.get("has_gpus", True) else "; without GPUs they take turns on the same cores"
+    return "nothing to change was found" + (f": {seen}{why}" if seen else "")
 
 
 def trouble_of(run: Run) -> str:
-    """Describe a failed end of the run, or failures on the way; '' without any."""
-    failed = [each for each in run.attempts if each.state == "failed"]
+    """Describe a failed end of the run, or failures in training on the way; '' without any. Failed starts that were
+    mended are in a tile."""
+    failed = [each for each in run.attempts if each.state == "failed" and each.has_trained]
     if run.state == "failed":
-        record = run.last.failure
-        where = f" on node {record.node} in the phase '{record.phase}'" if record else ""
-        return f"the run failed{where} after {run.step} steps"
+        return f"the run failed{_where(run.last)} {f'after {run.step} steps' if run.step else 'before its first step'}"
     if failed:
-        return f"{len(failed)} of {len(run.attempts)} attempts failed" + _where(failed[-1].failure)
+        return f"{len(failed)} of {len(run.attempts)} attempts failed in training{_where(failed[-1])}"
     silent = silent_s(run)
     if silent:
         return f"no step was logged for {duration(silent)}, although the run is said to go on"
     return ""
 
 
-def _where(record: FailureRecord | None) -> str:
-    return f" (node {record.node}, {record.phase})" if record else ""
+def _where(attempt: AttemptRecord) -> str:
+    record = attempt.failure
+    return f" on node {record.node} in the phase '{record.phase}'" if record else ""
 
 
 def silent_s(run: Run) -> float:
@@ -106,10 +101,8 @@ def tiles_of(figures: Figures) -> list[Tile]:
         tiles.append(Tile(label="Step time", value=duration(taken), note=f"median of the last {shares.RECENT_LOGS}"))
     tokens = shares.mean(run, "rollout/tokens_per_s", shares.RECENT_LOGS)
     if tokens is not None:
-        nodes = run.num_nodes
-        tiles.append(
-            Tile(label="Tokens/s", value=f"{tokens * nodes:,.0f}", note=f"sampled, {nodes} node{'s' * (nodes > 1)}")
-        )
+        note = f"sampled, {run.num_nodes} node{'s' * (run.num_nodes > 1)}"
+        tiles.append(Tile(label="Tokens/s", value=f"{tokens * run.num_nodes:,.0f}", note=note))
     throughput = shares.tokens_per_gpu(run)
     if throughput is not None:
         of = "GPU, ranks' and engines'" if run.settings.topology.get("has_gpus") else "process, ranks and engines"
@@ -120,11 +113,12 @@ def tiles_of(figures: Figures) -> list[Tile]:
         note = f"mean of the first {first} and the last {last} steps"
         tiles.append(Tile(label="Reward", value=f"{reward[0]:.3f} → {reward[1]:.3f}", note=note))
     tiles.append(Tile(label="Attempts", value=str(len(run.attempts)) if run.attempts else "?"))
-    failures = sum(each.failure is not None or each.state == "failed" for each in run.attempts)
-    failures = failures or int(run.state == "failed")
-    died = count_deaths(run)
-    note = f"{died} engine{'s' * (died > 1)} died and came back" if died else ""
-    tiles.append(Tile(label="Failures", value=str(failures) if run.attempts or failures else "?", note=note))
+    failed = [each for each in run.attempts if each.failure is not None or each.state == "failed"]
+    failures = len(failed) or int(run.state == "failed")
+    starts, died = sum(not each.has_trained for each in failed), count_deaths(run)
+    notes = [f"{starts} before the first step"] * (starts > 0) + [f"engines died and came back: {died}"] * (died > 0)
+    value = str(failures) if run.attempts or failures else "?"
+    tiles.append(Tile(label="Failures", value=value, note="; ".join(notes)))
     return tiles
 
 

@@ -42,7 +42,7 @@ IN_SENTENCE = {
     "long-tail": "for completions, the longest of which have 10 times the mean: set generation_lookahead to 4.",
     "slow-reward": "most of it accuracy",
     "drift": "The engines of node 1 drifted away from the trainer (1 warning, log-probabilities up to 0.09 nats apart)",
-    "failed": "1 of 2 attempts failed (node 1, sync)",
+    "failed": "1 of 2 attempts failed in training on node 1 in the phase 'sync'",
 }
 
 
@@ -105,7 +105,7 @@ def test_batches_under_way_follow_from_the_seconds_of_the_longest_completion(
     for now, advised in ((0, ["generation_lookahead: 4"]), (3, ["generation_lookahead: 4"]), (4, [])):
         ahead = verdict(changed(tail, tmp_path / str(now), generation_lookahead=now)).advice
         assert [each.setting for each in ahead if each.setting.startswith("generation_lookahead")] == advised
-    refused = verdict(changed(tail, tmp_path / "refused", generation_lookahead=0, tools=True)).advice
+    refused = verdict(changed(tail, tmp_path / "refused", generation_lookahead=0, streams=True)).advice
     assert [each.setting for each in refused] == ["vllm_reserved_gpus: 2"]
     short = make_run(tmp_path / "short", MadeRun(steps=20, nodes=2, fault="long-tail", times={"generate": 2000.0}))
     assert [advice.setting for advice in verdict(short).advice] == [f"generation_lookahead: {MOST_AHEAD}"]
@@ -141,16 +141,28 @@ def test_sampling_ahead_on_shared_cores_is_not_advised(
     """Ranks and engines of a machine without GPUs take each other's cores: whoever works does not wait for free."""
     advice = verdict(changed(run_with(fault), tmp_path / "cpus", topology={"has_gpus": False})).advice
     assert "generation_lookahead" not in {option_of(each) for each in advice}
+    healthy = verdict(changed(run_with(""), tmp_path / "healthy", topology={"has_gpus": False}))
+    assert healthy.sentence.endswith("; without GPUs they take turns on the same cores.")
 
 
-@pytest.mark.parametrize("beside", [{"tools": True}, {"streams": True}, {"vllm_importance_sampling_correction": False}])
+@pytest.mark.parametrize("beside", ["tools", "environment_factory", "rollout_func"])
+def test_episodes_run_ahead_and_stay_on_their_node(
+    beside: str, run_with: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (ahead,) = verdict(changed(run_with("idle-engines"), tmp_path / "idle", **{beside: True})).advice
+    assert ahead.setting == "generation_lookahead: 1"
+    assert "grpo.in_threads" in ahead.why
+    (ahead,) = verdict(changed(run_with("long-tail"), tmp_path / "tail", **{beside: True})).advice
+    assert ahead.setting == "generation_lookahead: 4"
+    assert verdict(changed(run_with("slow-node"), tmp_path / "slow", **{beside: True})).advice == ()
+
+
+@pytest.mark.parametrize("beside", [{"streams": True}, {"vllm_importance_sampling_correction": False}])
 def test_what_the_next_start_would_refuse_is_not_advised(
     beside: dict[str, bool], run_with: Callable[[str], Path], tmp_path: Path
 ) -> None:
     waiting = verdict(changed(run_with("waiting-ranks"), tmp_path / "waiting", **beside))
     assert [advice.setting for advice in waiting.advice] == ["vllm_reserved_gpus: 2"]
-    if "tools" in beside:
-        assert verdict(changed(run_with("slow-node"), tmp_path / "slow", **beside)).advice == ()
 
 
 def test_a_batch_of_many_micro_batches_is_doubled_as_a_whole(run_with: Callable[[str], Path], tmp_path: Path) -> None:
@@ -181,6 +193,30 @@ def test_attempts_that_never_trained_lose_no_steps(run_with: Callable[[str], Pat
     again = {**second, "from_step": 0}
     (between / "run.json").write_text(json.dumps({"attempts": [{**first, "state": "finished"}, again]}))
     assert verdict(between).advice == ()
+
+
+def test_attempts_that_never_trained_are_told_apart(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+    """A typo at the first start says nothing of the run that was trained afterwards."""
+    folder = changed(run_with("failed"), tmp_path / "starts")
+    first, second = json.loads((folder / "run.json").read_text())["attempts"]
+    typo = {**first, "attempt": 0, "started": first["started"] - 60, "ended": first["started"] - 30, "step": 0}
+    state = json.loads((folder / "run_state.json").read_text())
+
+    def verdict_with(*attempts: dict[str, object], **ending: object) -> tuple[Headline, str]:
+        (folder / "run.json").write_text(json.dumps({"attempts": attempts}))
+        (folder / "run_state.json").write_text(json.dumps(state | ending))
+        found = verdict(folder)
+        return found, next(f"{tile.value}, {tile.note}" for tile in found.tiles if tile.label == "Failures")
+
+    found, tile = verdict_with(typo, {**second, "from_step": 0})
+    assert found.sentence.startswith("Nothing to change was found")
+    assert tile == "1, 1 before the first step"
+    found, tile = verdict_with(first, {**typo, "started": first["ended"], "from_step": first["step"]}, second)
+    assert found.sentence == "1 of 3 attempts failed in training on node 1 in the phase 'sync'."
+    assert tile == "2, 1 before the first step"
+    (folder / "metrics.jsonl").unlink()
+    failed, _ = verdict_with(typo, state="failed", step=0)
+    assert failed.sentence == "The run failed on node 1 in the phase 'sync' before its first step."
 
 
 def test_the_slow_node_is_one_that_there_still_is(run_with: Callable[[str], Path], tmp_path: Path) -> None:
