@@ -6,6 +6,7 @@ Replaces transformers' callbacks, which print all metrics at every log step; tho
 import contextlib
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from grpo.record.screen import show_log, speak_above
 
 PACE_S = 3600.0  # window of the mean step time: covers several generation batches, with and without a save
 _log = logging.getLogger(__name__)
+_EVALUATION = re.compile(r"(eval_(?:(.+)_)?)reward")  # the set's name is in it if there are several
 _GONE = (OSError, ValueError)  # raised by a terminal that is gone: training goes on
 
 
@@ -42,7 +44,7 @@ class ProgressOnScreen(TrainerCallback):
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._num_nodes = 1
+        self._num_nodes = read_launch(os.environ).num_nodes
         self._bar: Progress | None = None
         """Bar from the start of training until `close`, on rank 0. Not started if lines are shown instead."""
         self._has_lines = False
@@ -54,7 +56,6 @@ class ProgressOnScreen(TrainerCallback):
         self.close()
         if not state.is_world_process_zero:
             return
-        self._num_nodes = read_launch(os.environ).num_nodes
         console = self._console or _Console()
         self._has_lines = args.disable_tqdm or not console.is_interactive
         self._bar = Progress(
@@ -80,12 +81,13 @@ class ProgressOnScreen(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         logs = kwargs.get("logs")
-        if self._bar is None or not logs:
+        if not logs or not state.is_world_process_zero:
             return
-        step = f"step {state.global_step}/{state.max_steps}"
-        if evaluated := figures(logs, self._num_nodes, prefix="eval_"):
-            _log.info("%s", "  ".join([step, "evaluation:", *evaluated]))
-        elif shown := figures(logs, self._num_nodes):
+        step = f"step {state.global_step}" + (f"/{state.max_steps}" if state.max_steps else "")
+        if evaluated := next(filter(None, map(_EVALUATION.fullmatch, logs)), None):
+            title = f"evaluation of {evaluated[2]}:" if evaluated[2] else "evaluation:"
+            _log.info("%s", "  ".join([step, title, *figures(logs, self._num_nodes, prefix=evaluated[1])]))
+        elif self._bar is not None and (shown := figures(logs, self._num_nodes)):
             line = "  ".join([step, *shown, *time_figures(self._bar.tasks[0])])
             _log.info("%s", line, extra=None if self._has_lines else FILE_ONLY)
             self._figures = shown
@@ -156,7 +158,7 @@ def time_figures(steps: Task) -> list[str]:
 
 
 def figures(logs: Mapping[str, Any], num_nodes: int, *, prefix: str = "") -> list[str]:
-    """Format the main figures of a training log, or with `eval_` of an evaluation's; [] for other logs.
+    """Format the main figures of a training log, or with the prefix of an evaluation's names; [] for other logs.
 
     Args:
         logs: as in `metrics.jsonl`; missing and None values are left out.
@@ -166,9 +168,7 @@ def figures(logs: Mapping[str, Any], num_nodes: int, *, prefix: str = "") -> lis
         value = logs.get(prefix + name)
         return value if isinstance(value, int | float) else None
 
-    shown = []
-    if (reward := figure("reward")) is not None:
-        shown.append(f"reward {reward:.3f}")
+    shown = [] if (reward := figure("reward")) is None else [f"reward {reward:.3f}"]
     rate, share, slowest = (figure(f"rollout/{name}") for name in ("tokens_per_s", "wait_share", "slowest_node"))
     if rate is not None:
         shown.append(f"{rate:.0f} tokens/s" + (" a node" if num_nodes > 1 else ""))

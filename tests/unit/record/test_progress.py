@@ -140,6 +140,24 @@ def test_an_evaluation_has_a_bar_of_its_own_while_it_runs(bar: Screen, capsys: p
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.usefixtures("two_nodes")
+def test_an_evaluation_is_a_line_for_each_set_and_outside_of_training_too(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(terminal=True)
+    before, of_hard = {"eval_reward": 0.25, "eval_rewards/a_reward/mean": 0.5}, {"eval_hard_reward": 0.125}
+    untrained = SimpleNamespace(global_step=0, max_steps=0, is_world_process_zero=True)
+    screen.progress.on_log(None, untrained, CONTROL, logs=before)  # type: ignore[arg-type]
+    screen.begin()
+    screen.progress.on_log(screen.args, state(2), CONTROL, logs=of_hard | {"eval_hard_rollout/tokens_per_s": 21.0})
+    screen.progress.on_train_end(screen.args, state(2), CONTROL)
+    screen.progress.on_log(screen.args, state(150), CONTROL, logs=of_hard)
+    screen.progress.on_log(screen.args, state(150, main=False), CONTROL, logs=of_hard)
+    assert capsys.readouterr().out.splitlines() == [
+        "[grpo] step 0  evaluation:  reward 0.250",
+        "[grpo] step 150/150  evaluation of hard:  reward 0.125",
+    ]
+    assert "step 2/150  evaluation of hard:  reward 0.125  21 tokens/s a node" in screen.drawn()
+
+
 def test_aside_there_is_no_bar(bar: Screen, capsys: pytest.CaptureFixture[str]) -> None:
     bar.begin()
     with bar.progress.aside():
