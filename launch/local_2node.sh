@@ -5,7 +5,7 @@
 # start    launch/local_2node.sh --max_steps 20           train.py, and its arguments
 #          launch/local_2node.sh my_script.py ...         another script
 #          GRPO_RANKS_PER_NODE=2 launch/local_2node.sh    two ranks per node (one where there is no GPU)
-# follow   tail -F runs/local_2node/logs/*.log
+# follow   tail -F runs/local_2node/logs/train-node*.log
 # stop     Ctrl-C, or kill PID          checkpoint and end with 85: the same command goes on from there
 #          Ctrl-C once more             end now, with 130
 #          touch runs/local_2node/stop  checkpoint and end with 0
@@ -60,7 +60,7 @@ for node in 0 1; do
     launch_node "$node" "$@" &
     launchers+=("$!")
 done
-echo "2 nodes on this machine, logs in $output_dir/logs"
+printf '2 nodes on this machine; node 0 shows the steps. To follow: tail -F %q/logs/train-node*.log\n' "$output_dir"
 
 statuses=()
 for launcher in "${launchers[@]}"; do

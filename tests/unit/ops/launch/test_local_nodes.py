@@ -1,5 +1,6 @@
 """launch/local_2node.sh: two nodes on one machine."""
 
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ def test_local_nodes_share_the_gpus(machine: Machine) -> None:
     code, output = machine.run("local_2node.sh", "--run_name", "two words", CUDA_VISIBLE_DEVICES="7,6,5,4,3,2,1")
     assert code == DONE, output
     assert "training has finished" in output.splitlines()[-1]
+    assert f"To follow: tail -F {shlex.quote(str(machine.output_dir))}/logs/train-node*.log" in output.splitlines()[0]
     for node, devices in enumerate(("7,6,5", "4,3,2")):
         launched = machine.launched(node)
         arguments = launched["arguments"]
