@@ -24,7 +24,10 @@ READ_IN = (
 
 RUN = {
     "GRPO_LOG": ("`info`", "Level of the log: `debug`, or by package: `weights,engine`, `warning,faults=debug`."),
-    "GRPO_TRACEBACK": ("`0`", "`1` prints the traceback of a configuration error as well."),
+    "GRPO_TRACEBACK": (
+        "`0`",
+        "`1` prints tracebacks of configuration errors, and of ranks that end for another one, too.",
+    ),
     "GRPO_OUTPUT_DIR": ("the script's", "Overrides `output_dir`. `grpo launch --output-dir` sets it."),
     "GRPO_RESUME": ("the script's", "Overrides `resume_from_checkpoint`. `grpo launch --resume` sets it."),
     "GRPO_JOB": ("`SLURM_JOB_ID`, else host and process", "Id of the job: the attempts of one job share it."),

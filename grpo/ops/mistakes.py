@@ -47,9 +47,10 @@ def reporting_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Telle
 
     For a mistake (of the user, or out of device memory) that ends the job, rank 0 writes at most `MAX_LINES` lines to
     stderr. The interpreter then exits with code 1 and without a traceback, unless GRPO_TRACEBACK=1. On every rank
-    torchelastic's error file gets the same message; torchrun shows it in its summary. Other errors keep their
-    traceback, and are recorded for torchrun as by its `@record`. Errors that end the job are written into
-    `run_state.json`. If nested, the innermost one reports.
+    torchelastic's error file gets the same message; torchrun shows it in its summary. A rank that ends because another
+    one has failed writes a line; its traceback is in its log. Other errors keep their traceback, and are recorded for
+    torchrun as by its `@record`. Errors that end the job are written into `run_state.json`. If nested, the innermost
+    one reports.
     """
     teller = Teller(None if output_dir is None else Path(output_dir))
     _silence_what_is_reported()
@@ -108,10 +109,14 @@ def _tell(error: BaseException, output_dir: Path | None) -> None:
         if rank == 0 and not isinstance(error, SystemExit):  # argparse, or the interpreter, has printed the reason
             sys.stderr.write(f"[grpo] {message}\n")
             _log.error("%s", message, extra=FILE_ONLY)
+    elif _is_elsewhere(error):
+        sys.stderr.write(f"[grpo] rank {rank} ends: {error}\n")
+        _log.error("ends in:", exc_info=error, extra=FILE_ONLY)
     note_failure(os.environ, message, kind_of(error))
     if rank == 0 and output_dir is not None and ends_job(error):
         record_early_failure(output_dir, os.environ, text_of(error), kind_of(error))
-    _write_error_file(message, message if is_mistake and not _shows_tracebacks() else traceback.format_exc())
+    is_short = (is_mistake or _is_elsewhere(error)) and not _shows_tracebacks()
+    _write_error_file(message, message if is_short else traceback.format_exc())
     if is_mistake:
         _await_rank_zero(local_rank)
 
@@ -126,6 +131,11 @@ def _place() -> tuple[int, int]:
     except ValueError:  # may be the mistake itself
         return 0, 0
     return launch.rank, launch.local_rank
+
+
+def _is_elsewhere(error: BaseException) -> bool:
+    """True if another rank has failed, and this one only learnt of it."""
+    return isinstance(error, JobFailed) and error.record.rank != _place()[0]
 
 
 def _error_file() -> Path | None:
@@ -155,7 +165,7 @@ def _await_rank_zero(local_rank: int) -> None:
 
 
 class _Hook:
-    """An excepthook: silent on reported errors, unless tracebacks are requested.
+    """An excepthook: silent on reported errors and those of other ranks, unless tracebacks are requested.
 
     The failure watch installs its own before it, and calls this one.
     """
@@ -164,7 +174,7 @@ class _Hook:
         self._before = sys.excepthook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not getattr(error, _IS_MISTAKE, False) or _shows_tracebacks():
+        if _shows_tracebacks() or not (getattr(error, _IS_MISTAKE, False) or _is_elsewhere(error)):
             self._before(kind, error, trace)
 
 

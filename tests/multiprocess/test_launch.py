@@ -270,6 +270,20 @@ def test_a_mistake_in_the_script_is_reported_once(
     assert (state["state"], state["kind"]) == ("failed", "user")
 
 
+def test_what_the_ranks_have_explained_has_no_summary_and_a_way_on(nodes: Nodes, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise RuntimeError('CUDA error: uncorrectable ECC error')\n")
+    run = tmp_path / "run"
+    words = ["--launcher", "torchrun", "--ranks-per-node", "2", "--output-dir", str(run)]
+    nodes.start(0, *words, str(tmp_path / "script.py"))
+    assert nodes.wait() == [START_AGAIN], nodes.said(0)
+    said = nodes.said(0)
+    assert "Traceback" in said
+    assert "Root Cause" not in said
+    last = said.splitlines()[-1]
+    assert last.startswith("[grpo] failed: RuntimeError: CUDA error: uncorrectable ECC error")
+    assert last.endswith(f"; {run}; the same line with --resume auto goes on from the beginning")
+
+
 def test_want_of_memory_is_reported_once_and_ends_the_job(nodes: Nodes, tmp_path: Path) -> None:
     """Of another rank too: no traceback, no summary, no other start, and how to plan it."""
     (tmp_path / "script.py").write_text(

@@ -49,7 +49,7 @@ def run_launcher(
         accelerates: accelerate's line, replaced by torchrun's: ranks read its file's settings there.
         ask_to_stop: called on SIGINT and SIGUSR1: asks the ranks to checkpoint and end; False if no trainer would read
             it.
-        is_reported: returns True if the ranks have explained the failure in a few lines.
+        is_reported: returns True if the ranks have explained the failure themselves.
         is_asked_already: a SIGUSR1 came before: it is passed on once a trainer can read it.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo.faults.failure import Decision, FailureKind, FailureRecord, answer_to_end
-from grpo.faults.kinds import is_for_user
 from grpo.ops.launch import next_attempt
 from grpo.ops.launch.agent import Ending
 from grpo.record.files import ENDED, NOTE_VARIABLE, Entry, read_failure_note, read_run_note, stop_request
@@ -83,7 +82,10 @@ class Attempt:
             has_failed=not ending.has_succeeded,
             is_terminated=ending.is_terminated,
         )
-        return code, f"{why}; {folder}"
+        newest = next_attempt.newest_checkpoint(folder)
+        since = f"checkpoint-{newest}" if newest >= 0 else "the beginning"
+        then = f"; the same line with --resume auto goes on from {since}" if code == next_attempt.START_AGAIN else ""
+        return code, f"{why}; {folder}{then}"
 
     @property
     def failed(self) -> Entry | None:
@@ -94,10 +96,6 @@ class Attempt:
     def is_hopeless(self) -> bool:
         """True if the failure ends the job."""
         return (reported := self.failed) is not None and answer_to_end(reported) is Decision.END
-
-    def is_reported(self) -> bool:
-        """True if the ranks have explained it in a few lines."""
-        return self.is_hopeless and is_for_user((self.failed or {}).get("kind"))
 
     def _about(self) -> str:
         """Text about the failure. Rank 0 reports its own; another rank's launcher reports its rank's, unless rank 0 has

@@ -341,12 +341,11 @@ def _launch(
         )
         _prepare_environment(args, attempt)
         with temporary_files_in(notes):
-            asked = signal.SIGUSR1 in received
             ending = run_launcher(
                 words,
                 attempt.ask_to_stop,
-                is_reported=attempt.is_reported,
-                is_asked_already=asked,
+                is_reported=lambda: attempt.failed is not None,
+                is_asked_already=signal.SIGUSR1 in received,
                 accelerates=accelerates,
             )
         with contextlib.suppress(SignalException):  # torchrun's handlers remain; this node has done its part
@@ -354,7 +353,7 @@ def _launch(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rest is short, and informs the scheduler
         tell_waiting_ranks(at, ending, attempt.failed)
         code, why = attempt.conclude(ending, max_crashes=args.max_crashes)
-        if place.is_head and attempt.is_reported() and (attempt.failed or {}).get("kind") == FailureKind.MEMORY:
+        if place.is_head and attempt.is_hopeless and (attempt.failed or {}).get("kind") == FailureKind.MEMORY:
             file = args.config_file if args.launcher == "accelerate" else None
             why += f"\n[grpo] what each phase needs: {line.plan_line(file, script_of(args), at)}"
     print(f"[grpo] {why}", file=sys.stderr if code else sys.stdout, flush=True)

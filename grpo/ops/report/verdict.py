@@ -37,16 +37,13 @@ def verdict_of(figures: Figures) -> Headline:
     more = len(advice) - 2
     if more > 0:
         said.append(f"{more} more below")
+    text = "; ".join(said) or _all_well(figures)
     return Headline(
-        sentence=_sentence("; ".join(said) if said else _all_well(figures)),
+        sentence=f"{text[:1].upper()}{text[1:]}.",
         is_good=not said,
         advice=tuple(advice),
         tiles=tuple(tiles_of(figures)),
     )
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + "."
 
 
 def _all_well(figures: Figures) -> str:

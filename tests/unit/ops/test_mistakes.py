@@ -152,6 +152,26 @@ def test_another_ranks_mistake_names_the_rank() -> None:
     assert message_of(JobFailed(record)) == "full\nadvice (rank 5 on b)"
 
 
+def test_a_rank_that_ends_for_another_one_says_so_in_a_line(tmp_path: Path) -> None:
+    """Its own traceback shows where it has waited; the rank that is named keeps its own."""
+    body = (
+        "from grpo.faults.failure import FailureRecord, JobFailed\n"
+        "record = FailureRecord(node=0, rank=1, host='a', phase='train', cause='it died [GRPO-601]')\n"
+        "with reporting_mistakes():\n"
+        "    raise JobFailed(record) from ConnectionError('reset by peer')\n"
+    )
+    words = "the job failed on node 0 (a), rank 1, phase 'train': it died [GRPO-601]"
+    code, errors, record = run(tmp_path, body)
+    assert (code, errors) == (1, f"[grpo] rank 0 ends: {words}\n")
+    assert record["message"]["extraInfo"]["py_callstack"] == f"JobFailed: {words}"
+    for ranks, folder in (({"rank": 1}, "named"), ({"GRPO_TRACEBACK": "1"}, "asked")):
+        (tmp_path / folder).mkdir()
+        process, error_file = program(tmp_path / folder, body, **ranks)
+        _, errors = process.communicate(timeout=DEADLINE_S)
+        assert "Traceback (most recent call last)" in errors
+        assert "reset by peer" in json.loads(error_file.read_text())["message"]["extraInfo"]["py_callstack"]
+
+
 def test_what_all_ranks_raise_is_reported_as_rank_zeros_own(capsys: pytest.CaptureFixture[str]) -> None:
     """Another rank was first to record it: rank 0 raises that record from its own error."""
     record = FailureRecord(node=0, rank=1, host="a", phase="start", cause="ValueError: no data", kind=FailureKind.USER)

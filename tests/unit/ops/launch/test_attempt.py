@@ -52,7 +52,19 @@ def test_the_trainer_is_given_the_time_when_the_launcher_was_started(tmp_path: P
 def test_what_comes_after_the_training_counts(ending: Ending, code: int, why: str, tmp_path: Path) -> None:
     """The model that a script saves, say."""
     attempt = make_attempt(tmp_path, state="finished", why="all steps are done")
-    assert attempt.conclude(ending, max_crashes=3) == (code, f"{why}; {tmp_path / 'run'}")
+    then = "; the same line with --resume auto goes on from the beginning" if code == START_AGAIN else ""
+    assert attempt.conclude(ending, max_crashes=3) == (code, f"{why}; {tmp_path / 'run'}{then}")
+
+
+def test_what_starts_again_goes_on_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    for step, file in ((10, "complete.json"), (20, "trainer_state.json")):
+        (folder := tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
+        (folder / file).write_text("{}")
+    attempt = make_attempt(tmp_path, state="failed", why="rank 1 died", kind=FailureKind.MACHINE, step=22)
+    code, why = attempt.conclude(Ending(has_succeeded=False, rank=1), max_crashes=3)
+    assert code == START_AGAIN
+    assert why.startswith("failed: rank 1 died")
+    assert why.endswith(f"; {tmp_path / 'run'}; the same line with --resume auto goes on from checkpoint-10")
 
 
 def test_a_sigterm_before_there_is_a_trainer_is_no_crash(tmp_path: Path) -> None:
