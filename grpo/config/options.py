@@ -86,8 +86,8 @@ class MultiTurnConfig:
     max_abandoned_tools: int = 16
     """How many calls of tools may pass tool_timeout on a rank, over the run; with more the job ends."""
     rollout_timeout: float = 3600.0
-    """Seconds that one generation batch may take with tools, a rollout function or a declared reward, all turns of all
-    episodes together; then the job ends, and its failure says what it waited for."""
+    """Seconds that one generation batch may take with tools, a rollout function or a reward marked with scores_each,
+    all turns of all episodes together; then the job ends, and its failure says what it waited for."""
     agent_timeout: float | None = None
     """Seconds that an agent (grpo.agents) may take for its row, without those in which the node has no engine. Then it
     is cancelled or ended, and its row is left out. None: half of rollout_timeout."""
@@ -211,8 +211,8 @@ class GroupConfig:
 
     spare_groups: int = 0
     """Groups that each generation batch samples beyond those that it trains on. Trained are the first ones, in the
-    order of the data, whose completions have different rewards; flat groups fill up. 0: all groups that are sampled are
-    trained on."""
+    order of the data, whose completions have different rewards; if they are too few, others fill the batch. 0: all
+    groups that are sampled are trained on."""
     max_flat_batches: int = 50
     """With spare_groups: how many generation batches in a row may have no group with different rewards; then the job
     ends, as nothing is learnt any more. 0: any number."""

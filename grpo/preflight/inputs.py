@@ -22,7 +22,7 @@ from grpo.preflight.versions import warn_of_untested
 
 
 def check_model_name(inputs: Mapping[str, Any]) -> None:
-    """Check that the model is a folder, or a hub id within reach. Goes before all that reads its configuration.
+    """Check that the model is a folder, or a Hub id within reach. Goes before all that reads its configuration.
 
     Raises:
         ValueError: names the model and the fix.

@@ -33,7 +33,7 @@ def local_model(name: str, setting: str) -> Path | None:
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip("/"):
         raise ValueError(
             f"{setting} is {name!r}, but {path.absolute()} does not exist{close_name(path)}: a model is a folder "
-            "with a config.json, or a hub id such as Qwen/Qwen3-0.6B"
+            "with a config.json, or a Hub id such as Qwen/Qwen3-0.6B"
         )
     return None
 
@@ -59,14 +59,14 @@ def check_model(name: str, setting: str, *, revision: str | None = None, trust_r
     except Exception as error:
         if not is_users(error):
             raise
-        where = f" (no folder in {Path.cwd()}{close_name(Path(name))}, but a hub id)" if folder is None else ""
+        where = f" (no folder in {Path.cwd()}{close_name(Path(name))}, but a Hub id)" if folder is None else ""
         raise ValueError(
             f"{setting} is {name!r}{where}, whose configuration cannot be read: {reason_of(error)}"
         ) from error
 
 
 def check_hub(name: str, setting: str, *, revision: str | None = None) -> None:
-    """Check that a hub id is in the cache, or the hub answers: transformers would retry for minutes.
+    """Check that a Hub id is in the cache, or the Hub answers: transformers would retry for minutes.
 
     Raises:
         ValueError: neither; the message names a way out.
@@ -76,10 +76,10 @@ def check_hub(name: str, setting: str, *, revision: str | None = None) -> None:
     try:
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json", revision=revision))
     except HfHubHTTPError:
-        return  # the hub has answered, and transformers says more about it
+        return  # the Hub has answered, and transformers says more about it
     except Exception as error:  # or HF_HUB_OFFLINE is set
         raise ValueError(
-            f"{setting} is {name!r}, which is no folder here{close_name(Path(name))}, and as a hub id it is not in the "
+            f"{setting} is {name!r}, which is no folder here{close_name(Path(name))}, and as a Hub id it is not in the "
             f"cache ({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} gives no answer: {reason_of(error)} "
             f"[GRPO-202]: run `hf download {name}` where there is a network, or name a local folder"
         ) from error

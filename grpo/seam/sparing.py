@@ -119,7 +119,7 @@ class SpareGroups:
             self._has_said_flat = True
             if self._view.accelerator.is_main_process:
                 _log.warning(
-                    "WARNING: in %d batches %.0f %% of the groups that were sampled are flat: all completions of a "
+                    "WARNING: in %d batches %.0f %% of the sampled groups teach nothing: all completions of a "
                     "prompt have the same reward, and spare_groups (%d) can replace few of them; take prompts that are "
                     "neither too easy nor too hard, or more num_generations",
                     FLAT_WINDOW,

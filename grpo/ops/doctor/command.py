@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what else to check")
     what.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs that each node must see")
     what.add_argument("--output-dir", type=Path, metavar="DIR", help="space in it, and whether all nodes share it")
-    what.add_argument("--model", help="a folder or a hub name: is it complete on every node")
-    what.add_argument("--dataset", help="a path or a hub name: the same")
+    what.add_argument("--model", help="a folder or a Hub name: is it complete on every node")
+    what.add_argument("--dataset", help="a path or a Hub name: the same")
     add_job_arguments(parser.add_argument_group("the job", "does it ask for CPUs, which data set"))
     parser.add_argument(
         "--failed-nodes", type=Path, metavar="FILE", help="gets, on the head, the names of the nodes with a FAIL"

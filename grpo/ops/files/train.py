@@ -24,7 +24,7 @@ SYSTEM_PROMPT = "Work it out step by step. End with a line '#### ' and the answe
 class ScriptArguments:
     """Flags of this script alone. A new field is a new flag."""
 
-    model: str = field(default="Qwen/Qwen2.5-0.5B-Instruct", metadata={"help": "hub id, or a folder"})
+    model: str = field(default="Qwen/Qwen2.5-0.5B-Instruct", metadata={"help": "Hub id, or a folder"})
     data: str | None = field(default=None, metadata={"help": "JSON lines with `question` and `answer`"})
 
 

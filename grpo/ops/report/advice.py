@@ -204,8 +204,8 @@ def slow_rewards(figures: Figures) -> Advice | None:
     return Advice(
         setting=f"reward_funcs: {name} as async def",
         finding=f"rewards take {percent(share)} of the time, most of it {name}",
-        other=f"make {name} in reward_funcs faster, an `async def`, or declare by `scores_each` what it judges alone",
-        why="Ranks wait for it in every step. `async def` functions run side by side, declared ones beside sampling.",
+        other=f"make {name} in reward_funcs faster, an `async def`, or mark it with `scores_each`",
+        why="Ranks wait for it in every step. `async def` functions run side by side, marked ones beside sampling.",
         weight=share,
     )
 

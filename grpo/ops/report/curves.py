@@ -61,7 +61,7 @@ PROGRESS = (
     ),
 )
 POLICY_LAG = Curve(
-    title="Policy lag",
+    title="Age of completions (policy lag)",
     unit="weight syncs or steps",
     metrics=(("rollout/policy_lag", "weight syncs"), ("rollout/policy_lag_steps", "steps")),
 )

@@ -95,9 +95,9 @@ def read_timelines(folder: Path, num_nodes: int, missing: list[str], *, is_runni
     files = timeline_files(folder)
     absent = [f"node{node}.jsonl" for node in range(num_nodes) if node not in files]
     if not files:
-        missing.append("timeline/ holds no file: no lanes, no parts of a step, no use of devices")
+        missing.append("timeline/ holds no file: no timeline, no parts of a step, no use of devices")
     elif absent:
-        missing.append(f"timeline/ lacks {', '.join(absent)}: those nodes have no lanes")
+        missing.append(f"timeline/ lacks {', '.join(absent)}: those nodes have no timeline")
     tables = []
     for node, path in files.items():
         table = _read_file(path, missing, is_running=is_running)

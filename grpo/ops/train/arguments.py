@@ -74,7 +74,7 @@ class GRPOScriptArguments(TrlScriptArguments):
     system_prompt: str | None = None
     """Makes a prompt of plain text a conversation: this system message, then the text as the user's."""
     eval_datasets: dict[str, Any] | str | None = None
-    """Evaluation sets by name (a JSON object on the command line): a hub id, or a local file or folder, each with the
+    """Evaluation sets by name (a JSON object on the command line): a Hub id, or a local file or folder, each with the
     split dataset_test_split, or an object of name, config and split, for example '{"math": "math.jsonl", "gsm8k":
     {"name": "openai/gsm8k", "config": "main", "split": "test"}}'. Rows become prompts as those of training do. None:
     dataset_test_split of the data set."""
@@ -143,7 +143,7 @@ def _check_eval_datasets(sets: Any) -> None:
         is_object = isinstance(spec, dict) and "name" in spec and spec.keys() <= {*keys}
         if not isinstance(sets, dict) or not (isinstance(spec, str) or is_object):
             raise ValueError(
-                f"eval_datasets has {spec!r} for {of_set}: write a hub id, a local file or folder, or an object of "
+                f"eval_datasets has {spec!r} for {of_set}: write a Hub id, a local file or folder, or an object of "
                 f"{', '.join(keys)}"
             )
 

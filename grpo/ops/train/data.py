@@ -107,7 +107,7 @@ def local_data(name: str, option: str = "dataset_name") -> Path | None:
         return path
     if path.suffix in _DATA_BUILDERS or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(
-            f"{option} is {name}, but {path.absolute()} does not exist{close_name(path)}: a data set is a hub id "
+            f"{option} is {name}, but {path.absolute()} does not exist{close_name(path)}: a data set is a Hub id "
             f"such as openai/gsm8k, or a local file ({kinds}) or a folder of such files"
         )
     return None

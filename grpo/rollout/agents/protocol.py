@@ -165,9 +165,7 @@ def _text(message: _Message) -> str:
     if message.content is None or isinstance(message.content, str):
         return _encodable(message.content or "")
     if other := {part.type for part in message.content} - {"text"}:
-        raise RequestError(
-            400, "unsupported_content", f"a part of a message is {min(other)!r}: at this door messages are text"
-        )
+        raise RequestError(400, "unsupported_content", f"a part of a message is {min(other)!r}: messages are text here")
     return _encodable("".join(part.text for part in message.content))
 
 

@@ -101,8 +101,8 @@ def test_a_damaged_history_is_named(tmp_path: Path) -> None:
     ("given", "said"),
     [
         ("{", "eval_datasets is '{', which is no JSON object"),
-        ('["a.jsonl"]', r"eval_datasets has \['a.jsonl'\] for eval_datasets: write a hub id"),
-        ('{"a": {"path": "x"}}', r"eval_datasets has {'path': 'x'} for a: write a hub id, .* or an object of name"),
+        ('["a.jsonl"]', r"eval_datasets has \['a.jsonl'\] for eval_datasets: write a Hub id"),
+        ('{"a": {"path": "x"}}', r"eval_datasets has {'path': 'x'} for a: write a Hub id, .* or an object of name"),
         ('{"a": "no.jsonl"}', r"eval_datasets\['a'\] is no.jsonl, but .* does not exist"),
     ],
 )

@@ -122,7 +122,7 @@ def test_damaged_lines_of_a_timeline_are_left_out_and_counted(tmp_path: Path) ->
     missing: list[str] = []
     timeline = read_timelines(tmp_path, 2, missing)
     assert missing == [
-        "timeline/ lacks node1.jsonl: those nodes have no lanes",
+        "timeline/ lacks node1.jsonl: those nodes have no timeline",
         "timeline/node0.jsonl: the last line is cut off",
         "timeline/node0.jsonl: 6 lines cannot be read (damaged)",
     ]

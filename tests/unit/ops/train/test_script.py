@@ -186,7 +186,7 @@ def test_a_mixture_is_split_the_same_on_every_rank(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "./absent", "/absent/folder", "a/b/c", "data/absent.parquet"])
 def test_a_local_path_that_does_not_exist(name: str):
-    with pytest.raises(ValueError, match=r"does not exist: a data set is a hub id such as"):
+    with pytest.raises(ValueError, match=r"does not exist: a data set is a Hub id such as"):
         local_data(name)
 
 
