@@ -16,6 +16,7 @@ END, AGAIN = 1, 85
 FAILS_AT_ONCE: dict[str, Any] = {"before": [END], "behind": [AGAIN, END, END], "lost": [], "asks for lost nodes": False}
 GOES_ON: dict[str, Any] = {"before": [AGAIN], "behind": [AGAIN, AGAIN, END], "lost": [], "asks for lost nodes": True}
 NOT_REPORTED: dict[str, Any] = {"reported": False, "recorded": False}
+OF_ANOTHER_RANK: dict[str, Any] = {"reported": True, "recorded": False}  # in a line
 EXPECTED: dict[str, dict[str, Any]] = {
     "a placement": {**FAILS_AT_ONCE, "reported": True, "recorded": True, "symptoms": []},
     "a setting that the engine refuses": {
@@ -30,10 +31,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "a sentinel": {**GOES_ON, **NOT_REPORTED, "symptoms": ["GRPO-606"]},
     "a killed engine": {**GOES_ON, **NOT_REPORTED, "symptoms": ["GRPO-406"]},
     "a late engine": {**GOES_ON, **NOT_REPORTED, "symptoms": ["GRPO-401"]},
-    "a silent node": {**GOES_ON, **NOT_REPORTED, "lost": ["b"], "symptoms": ["GRPO-604"]},
-    "a cut link": {**GOES_ON, **NOT_REPORTED, "symptoms": ["GRPO-614"]},
+    "a silent node": {**GOES_ON, **OF_ANOTHER_RANK, "lost": ["b"], "symptoms": ["GRPO-604"]},
+    "a cut link": {**GOES_ON, **OF_ANOTHER_RANK, "symptoms": ["GRPO-614"]},
     "a node 0 that is cut off": {**GOES_ON, **NOT_REPORTED, "symptoms": ["GRPO-616"]},
-    "a node that is gone": {**GOES_ON, **NOT_REPORTED, "symptoms": ["GRPO-605"]},
+    "a node that is gone": {**GOES_ON, **OF_ANOTHER_RANK, "symptoms": ["GRPO-605"]},
     "a generation after a stop": {
         **NOT_REPORTED,
         "before": [AGAIN],
