@@ -105,7 +105,7 @@ SHORT_FORMS = {
 }
 
 
-# Of several whole stacks, one after the other: `make test-long` alone runs them.
+# Of whole stacks, or of minutes: `make test-long` alone runs them.
 LONG = (
     "weight_sync",
     "dispatch",
@@ -121,9 +121,11 @@ LONG = (
     "startup",
     "balance",
     "lora",
+    "timeline",
+    "watch",
 )
 OF_THEIR_OWN = tuple(pytest.param(name, marks=pytest.mark.long) for name in LONG)
-IN_ONE_PROCESS = ("timeline", "watch", "scale", "padding")
+IN_ONE_PROCESS = ("scale", "padding")
 
 
 def run(command: list[str], folder: Path, what: str) -> Job:

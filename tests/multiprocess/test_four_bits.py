@@ -59,6 +59,7 @@ def test_the_engines_hold_what_training_computes_with(whole: Job) -> None:
     )
 
 
+@pytest.mark.long
 def test_two_and_two_steps_are_four(whole: Job, tiny_model: Path, tmp_path: Path) -> None:
     parts = tmp_path / "parts"
     shutil.copytree(whole.output_dir / "checkpoint-2", parts / "checkpoint-2")

@@ -86,6 +86,7 @@ def logs_in(text: str) -> list[Path]:
     return logs
 
 
+@pytest.mark.long
 def test_each_tier_reports_what_fails_hangs_and_is_skipped(tmp_path: Path) -> None:
     stubs = tmp_path / "stubs"
     stubs.mkdir()
@@ -126,6 +127,7 @@ def test_each_tier_reports_what_fails_hangs_and_is_skipped(tmp_path: Path) -> No
             assert "IndexError" in names["job.log"].read_text()
 
 
+@pytest.mark.long
 def test_the_job_with_a_compiled_engine_runs_on_cpus(tmp_path: Path) -> None:
     """All of it but the device: weight syncs to a compiled engine, and the last step, which shows weights that are
     old."""

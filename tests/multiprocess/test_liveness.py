@@ -59,7 +59,7 @@ STRIKES: dict[str, tuple[int, int, str, int, list[str]]] = {
     "the hub stopped": (1, 0, "sentinel", signal.SIGSTOP, ["node 0", "for 5 s", "[GRPO-604]"]),
 }
 # The others with light ranks alone (`test_sentinel.py`), and here with the rest that takes long.
-IN_TESTS = ("a local main stopped", "the hub stopped")
+IN_TESTS = ("a local main stopped",)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def test_every_start_says_what_is_missing(env: dict[str, str], tmp_path: Path) -
     assert "--gres=gpu:8" in outputs[1]
 
 
+@pytest.mark.long
 def test_gpus_without_a_compiler(env: dict[str, str], tmp_path: Path) -> None:
     """Triton would look for it in the engines' first kernel, minutes later."""
     made_up = (

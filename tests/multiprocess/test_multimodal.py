@@ -29,7 +29,8 @@ def said(job: Job, words: str) -> None:
     assert job.output().count(words) == 1, job.fail(f"not said once: {words!r}")
 
 
-@pytest.mark.parametrize("family", ["llava", pytest.param("mistral3", marks=pytest.mark.long)])
+@pytest.mark.long  # `test_images.py` trains such a model too
+@pytest.mark.parametrize("family", ["llava", "mistral3"])
 def test_the_text_is_trained_and_all_is_saved(family: str, tmp_path: Path) -> None:
     model = save_multimodal_model(family, tmp_path / family)
     config = {"save_strategy": "steps", "save_steps": 3}

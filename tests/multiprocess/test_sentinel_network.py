@@ -101,18 +101,17 @@ def job(net: Network, hosts: Sequence[int], timeout_s: float, *, old_kernel: boo
 
 
 def test_a_cut_that_is_shorter_than_the_timeout_is_no_failure(machines: Callable[[int], Network]) -> None:
-    """TCP waits twice as long with each try: after the longer cut for another 23 s, if it is left to itself."""
+    """TCP waits twice as long with each try: after this cut for another 23 s, if it is left to itself."""
     net = machines(2)
     with (
         job(net, [0, 1], LONG_S) as new,
         job(net, [0, 1], LONG_S, old_kernel=True) as old,
     ):
-        for cut_s in (10.0, LONG_CUT_S):
-            net.cut(1)
-            time.sleep(cut_s)
-            net.join(1)
-            time.sleep(SETTLED_S)
-            assert all(node.has_said_nothing() for node in [*new, *old]), f"after a cut of {cut_s:g} s"
+        net.cut(1)
+        time.sleep(LONG_CUT_S)
+        net.join(1)
+        time.sleep(SETTLED_S)
+        assert all(node.has_said_nothing() for node in [*new, *old])
         for node in [*new, *old]:
             node.leave()
         assert all(node.has_ended() for node in [*new, *old])
