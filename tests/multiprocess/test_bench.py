@@ -123,9 +123,10 @@ LONG = (
     "lora",
     "timeline",
     "watch",
+    "padding",
 )
 OF_THEIR_OWN = tuple(pytest.param(name, marks=pytest.mark.long) for name in LONG)
-IN_ONE_PROCESS = ("scale", "padding")
+IN_ONE_PROCESS = ("scale",)
 
 
 def run(command: list[str], folder: Path, what: str) -> Job:

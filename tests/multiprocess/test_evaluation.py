@@ -122,7 +122,7 @@ def test_completions_of_each_set_stand_side_by_side_over_the_steps(evaluated: Ev
     assert steps == {"eval greedy": [*STEPS], "eval hot": [*STEPS]}
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [STEPS[0], *(pytest.param(step, marks=pytest.mark.long) for step in STEPS[1:])])
 def test_grpo_eval_measures_what_the_run_measured(
     step: int, evaluated: Evaluated, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -339,6 +339,7 @@ def test_signals_and_the_stop_file(nodes: Nodes, tiny_model: Path, tmp_path: Pat
     assert not list(run.glob("crashes*"))
 
 
+@pytest.mark.long
 def test_what_the_doctor_finds_keeps_the_launcher_from_starting(nodes: Nodes, tmp_path: Path) -> None:
     words = ["--doctor", "--max-crashes", "2", "--output-dir", str(tmp_path / "run"), MISTAKE_JOB, str(nodes.folder)]
     for code in (START_AGAIN, FAILED):  # a crash each

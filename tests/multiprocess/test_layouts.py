@@ -132,6 +132,7 @@ for each in settings:
 """
 
 
+@pytest.mark.long
 def test_one_process_without_a_group_trains_as_trl_does(tiny_model: Path, tmp_path: Path) -> None:
     """The same script, with TRL's own generation and with ours; sampling is left no choice, so both see the same.
 

@@ -64,6 +64,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
+@pytest.mark.long
 def test_rows_follow_ranks_and_work_follows_engines(whole: Job) -> None:
     """Each rank has four rows, and each engine samples six."""
     samples = [lines_of(whole, f"samples-{rank}.jsonl") for rank in range(3)]

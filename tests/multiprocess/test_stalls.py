@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.contract import STARTUP_S
 from tests.support.finished import finish
 from tests.support.launching import start_tiny_job_by_torchrun
 from tests.support.stuck_engine import FOR_EVER, NextStep
 
 
+@pytest.mark.long  # an engine alone: `tests/engine/test_stalls.py`
 def test_an_engine_that_is_stuck_is_started_again_and_its_requests_are_sampled_again(
     tiny_model: Path, tmp_path: Path
 ) -> None:
