@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import ROOT, Job, start
+from tests.support.launching import ROOT, start
 
 SHORT_FORMS = {
     # benchmark: (the beginning of each ratio's name, figures that it must have with their units)
@@ -125,47 +125,27 @@ LONG = (
     "watch",
     "padding",
 )
-OF_THEIR_OWN = tuple(pytest.param(name, marks=pytest.mark.long) for name in LONG)
-IN_ONE_PROCESS = ("scale",)
-
-
-def run(command: list[str], folder: Path, what: str) -> Job:
-    job = start(lambda _: command, folder, env={"PYTHONPATH": str(ROOT)})
-    try:
-        code = job.wait(480)
-        assert code == [0], job.fail(f"{what} failed")
-        assert job.traces() == set()
-    finally:
-        job.end()
-    return job
-
-
-@pytest.fixture(scope="module")
-def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Has written the results of all in `IN_ONE_PROCESS`."""
-    folder = tmp_path_factory.mktemp("benchmarks")
-    command = [sys.executable, str(ROOT / "tests" / "jobs" / "bench_job.py"), str(folder), *IN_ONE_PROCESS]
-    return run(command, folder, "a benchmark")
+SHORT = ("scale",)
+NAMES = (*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG))
 
 
 def test_none_is_left_out() -> None:
-    assert {*LONG, *IN_ONE_PROCESS} == set(SHORT_FORMS)
+    assert {*LONG, *SHORT} == set(SHORT_FORMS)
 
 
-@pytest.mark.parametrize("name", OF_THEIR_OWN)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_short_form_works(name: str, tmp_path: Path) -> None:
     output = tmp_path / f"{name}.json"
     command = [sys.executable, "-m", f"bench.{name}", "--device", "cpu", "--short", "--output", str(output)]
-    job = run(command, tmp_path / "job", f"bench.{name}")
+    job = start(lambda _: command, tmp_path / "job", env={"PYTHONPATH": str(ROOT)})
+    try:
+        code = job.wait(480)
+        assert code == [0], job.fail(f"bench.{name} failed")
+        assert job.traces() == set()
+    finally:
+        job.end()
     check_result(name, json.loads(output.read_text()))
     assert "│" in job.output()  # the table
-
-
-@pytest.mark.parametrize("name", IN_ONE_PROCESS)
-def test_the_short_form_works_beside_others(name: str, in_one_process: Job) -> None:
-    check_result(name, json.loads((in_one_process.output_dir / f"{name}.json").read_text()))
-    printed = in_one_process.output().partition(f"--- bench.{name}\n")[2].partition("--- bench.")[0]
-    assert "│" in printed  # the table
 
 
 def check_result(name: str, result: dict) -> None:

@@ -195,7 +195,7 @@ def test_attempts_that_never_trained_lose_no_steps(run_with: Callable[[str], Pat
     assert verdict(between).advice == ()
 
 
-def test_attempts_that_never_trained_are_told_apart(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_attempts_that_never_trained_are_named_apart(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     """A typo at the first start says nothing of the run that was trained afterwards."""
     folder = changed(run_with("failed"), tmp_path / "starts")
     first, second = json.loads((folder / "run.json").read_text())["attempts"]
