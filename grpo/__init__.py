@@ -28,8 +28,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'grpo' has no attribute {name!r}")
-    from grpo.place.importing import importing, quiet
+    from grpo.place.importing import importing
 
-    quiet()
     with importing():
         return getattr(importlib.import_module(_MODULES[name]), name)

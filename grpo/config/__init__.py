@@ -26,7 +26,6 @@ from grpo.config.options import (
 from grpo.groups.process_groups import make_world_group
 from grpo.place.devices import count_gpus
 from grpo.place.files import is_on
-from grpo.place.importing import quiet
 from grpo.place.launch import asks_for_cpu, check_is_for_cpus, either, multiples_around, parent_argv, read_launch
 from grpo.place.log import check_log_variable
 from grpo.place.patches.deepspeed import leave_out_shared_memory_op
@@ -175,7 +174,6 @@ class GRPOConfig(MultiTurnConfig, EvaluationConfig, GroupConfig, RecordingConfig
         return self.vllm_engine_kwargs or {}
 
     def __post_init__(self) -> None:
-        quiet()
         show_log()
         check_log_variable(os.environ)
         self._take_launchers_word()

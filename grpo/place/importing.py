@@ -16,9 +16,11 @@ from grpo.place.same_everywhere import built_for_another_torch
 def importing() -> Iterator[None]:
     """Context manager around the import of TRL or vLLM and their dependencies.
 
-    Pauses Python's garbage collector: it would scan all imported objects over and over, and find next to nothing.
-    Later collections skip them too, unless torch was imported before: a model made by then must stay collectable.
+    Silences known messages (`quiet`). Pauses Python's garbage collector: it would scan all imported objects over and
+    over, and find next to nothing. Later collections skip them too, unless torch was imported before: a model made by
+    then must stay collectable.
     """
+    quiet()
     was_on, can_freeze = gc.isenabled(), "torch" not in sys.modules
     gc.disable()
     try:

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from grpo.ops.mistakes import reporting_mistakes
 from grpo.place.files import flag_of, settings_of
-from grpo.place.importing import importing, quiet
+from grpo.place.importing import importing
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train as `argv` says (default: the command line). Called by every rank."""
-    quiet()
     argv = sys.argv[1:] if argv is None else argv
     with reporting_mistakes(os.environ.get("GRPO_OUTPUT_DIR") or flag_of(argv, "output_dir")) as teller:
         settings = settings_of(argv)
