@@ -18,7 +18,7 @@ BACKEND ?= $(or $(HELD),cpu)
 # uv or pip: that one, and no other.
 INSTALLER ?= auto
 
-.PHONY: install constraints demo test test-long test-versions test-gpu coverage faults lint docs pages dist bench clean
+.PHONY: install constraints demo test packages test-long test-versions test-gpu coverage faults lint docs pages dist bench clean
 
 install: $(VENV)/.installed
 
@@ -63,17 +63,20 @@ dist: install
 
 # GRPO_TEST_SLURM=install installs Debian's Slurm first, GRPO_TEST_CHROMIUM=install its Chromium, both as root; otherwise no
 # system package is touched.
-test: lint
-	@$(BIN)/python -m tests.slurm install
-	@$(BIN)/python -m tests.chromium install
+# Linters use one core, and apt-get hardly any: side by side.
+test: install
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line lint packages
 	$(BIN)/python -m pytest
 	@$(BIN)/python -m tests.slurm report
 	@$(BIN)/python -m tests.chromium report
 	@$(BIN)/python -m tests.namespaces report
 
-# More of what `test` has some of, and what starts several whole stacks.
-test-long: install
+packages: install
 	@$(BIN)/python -m tests.slurm install
+	@$(BIN)/python -m tests.chromium install
+
+# More of what `test` has some of, and what starts several whole stacks.
+test-long: packages
 	$(BIN)/python -m pytest -m long
 
 test-versions: install
@@ -85,9 +88,7 @@ test-gpu:
 	@$(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON))) -m tests.gpu
 
 # Unit, multiprocess and engine tests with every process measured, then the table in docs/gpu.md held against it.
-coverage: install
-	@$(BIN)/python -m tests.slurm install
-	@$(BIN)/python -m tests.chromium install
+coverage: packages
 	$(BIN)/python -m tests.line_coverage run
 
 faults: install

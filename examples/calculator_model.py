@@ -117,7 +117,9 @@ def call(tool: str, **arguments: int) -> str:
     return f"{CALL}{tool}{json.dumps(arguments)}{CALL_END}{END}"
 
 
-def ensure_model(folder: Path, lesson: Callable[[random.Random], Lesson] = _calculation) -> Path:
+def ensure_model(
+    folder: Path, lesson: Callable[[random.Random], Lesson] = _calculation, steps: int = STEPS
+) -> Path:
     """Returns `folder` with model and tokenizer in it. Where they are missing, whichever process comes first makes
     them, a minute or two, and the others wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -126,12 +128,12 @@ def ensure_model(folder: Path, lesson: Callable[[random.Random], Lesson] = _calc
         if not folder.exists():
             aside = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
             build_tokenizer().save_pretrained(aside)
-            _teach(aside, lesson)
+            _teach(aside, lesson, steps)
             aside.rename(folder)
     return folder
 
 
-def _teach(folder: Path, lesson: Callable[[random.Random], Lesson]) -> None:
+def _teach(folder: Path, lesson: Callable[[random.Random], Lesson], steps: int) -> None:
     import torch
     from safetensors.torch import save_file
     from tqdm import tqdm  # type: ignore[import-untyped]
@@ -142,8 +144,8 @@ def _teach(folder: Path, lesson: Callable[[random.Random], Lesson]) -> None:
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=128, dtype="float32", **ids, **MODEL)).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    for step in tqdm(range(STEPS), desc="teaching the model to call tools", unit="step", mininterval=2):
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / 20, (STEPS - step) / 60)
+    for step in tqdm(range(steps), desc="teaching the model to call tools", unit="step", mininterval=2):
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / 20, (steps - step) / 60)
         lessons = [lesson(rng) for _ in range(BATCH)]
         pieces = [[(tokenizer(text)["input_ids"], is_own) for text, is_own in each] for each in lessons]
         rows = [torch.tensor([token for ids, _ in each for token in ids]) for each in pieces]

@@ -14,7 +14,8 @@ from tests.support.launching import ROOT, Job, accelerate_command, free_port, st
 
 @pytest.fixture(scope="module")
 def calculator(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_model(tmp_path_factory.mktemp("calculator") / "model")
+    """One that has learnt to write calls, most of them right, and not yet to copy what comes back."""
+    return ensure_model(tmp_path_factory.mktemp("calculator") / "model", steps=100)
 
 
 def start_way(way: str, model: Path, out: Path) -> Job:
@@ -39,7 +40,9 @@ def test_an_agent_whose_engine_is_killed_trains_on_what_the_tool_loop_does(calcu
     assert steps[-1]["engine/restarts"] == 1
     assert [step["agents/failed"] for step in steps] == [0.0] * 2
     assert [step["reward"] for step in steps] == [step["reward"] for step in plain_steps]
-    assert [step["agents/requests"] for step in steps] == [step["rollout/turns"] for step in plain_steps]
+    assert [step["rollout/turns"] for step in steps] == [step["rollout/turns"] for step in plain_steps]
+    for step in steps:  # one that is asked for when an error has left no space is no turn
+        assert step["agents/requests"] >= step["rollout/turns"]
     assert min(step["rollout/turns"] for step in steps) > 1
     for rank in range(2):
         ours, tools = lines_of(struck, f"trained-{rank}.jsonl"), lines_of(plain, f"trained-{rank}.jsonl")

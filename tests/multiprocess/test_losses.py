@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.launching import ROOT, start, torchrun_command
-from tests.support.loss_cases import CASES, UNDER_ZERO3
+from tests.support.loss_cases import CASES, COMPILED, UNDER_ZERO3
 from tests.support.tiny_models import save_tiny_model
 
 JOB = ROOT / "tests" / "jobs" / "losses_job.py"
-LIMIT_S = 600  # it takes 60 s alone, a quarter of them for torch.compile
+LIMIT_S = 600  # it takes 45 s alone
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 DIFFERENT = {name for name, case in CASES.items() if case.spoilt}
+IN_ONE_JOB = [name for name in CASES if name not in COMPILED]
 
 
 def run_cases(folder: Path, names: Collection[str], **settings: str) -> list[dict]:
@@ -40,17 +41,17 @@ def run_cases(folder: Path, names: Collection[str], **settings: str) -> list[dic
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return run_cases(tmp_path_factory.mktemp("losses") / "ddp", CASES)
+    return run_cases(tmp_path_factory.mktemp("losses") / "ddp", IN_ONE_JOB)
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - DIFFERENT))
+@pytest.mark.parametrize("name", sorted({*IN_ONE_JOB} - DIFFERENT))
 def test_ours_computes_what_trls_trainer_computes(name: str, found: list[dict]) -> None:
     for rank, results in enumerate(found):
         assert results[name]["difference"] == "", f"case {name}, rank {rank}"
         assert results[name]["compared"] > 80
 
 
-@pytest.mark.parametrize("name", sorted(name for name, case in CASES.items() if case.beside is not None))
+@pytest.mark.parametrize("name", sorted(name for name in IN_ONE_JOB if CASES[name].beside is not None))
 def test_what_a_case_changes_shows_in_the_gradients(name: str, found: list[dict]) -> None:
     """Otherwise it would show nothing."""
     beside = CASES[name].beside
@@ -61,6 +62,15 @@ def test_what_a_case_changes_shows_in_the_gradients(name: str, found: list[dict]
 def test_less_is_computed_where_padding_is_trimmed(name: str, found: list[dict]) -> None:
     for results in found:
         assert results[name]["width"] < 1
+
+
+@pytest.mark.long
+def test_ours_computes_the_same_where_torch_compiles(tmp_path: Path) -> None:
+    plain, compiled = ("plain", *COMPILED)
+    for results in run_cases(tmp_path / "compiled", (plain, compiled)):
+        assert results[compiled]["difference"] == ""
+        assert results[compiled]["compared"] > 80
+        assert results[compiled]["gradients"] != results[plain]["gradients"]
 
 
 def test_less_is_computed_under_zero3_too(tmp_path: Path) -> None:

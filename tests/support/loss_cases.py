@@ -121,4 +121,5 @@ CASES: Mapping[str, Case] = {
     "log-probabilities in another order": Case(spoilt="order", beside=None),
 }
 
+COMPILED = ("torch_compile",)
 UNDER_ZERO3 = ("trimmed, dapo", "trimmed, lora")

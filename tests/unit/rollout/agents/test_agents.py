@@ -186,7 +186,7 @@ def test_a_batch_whose_time_is_over_names_its_agents(make: Make) -> None:
             cancelled.set()
             raise
 
-    config = {"rollout_timeout": 1.0, "agent_timeout": 0.9, "tool_timeout": 0.5, "max_agents_at_once": 1}
+    config = {"rollout_timeout": 10.0, "agent_timeout": 9.0, "tool_timeout": 0.5, "max_agents_at_once": 1}
     trainer = make(calculates, says_the_answer, rollout_func=agents(agent), config=config)
     with pytest.raises(TimeoutError, match=r"GRPO-608\]; it waits for the agents of rows \d"):
         trainer.train()
