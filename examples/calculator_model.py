@@ -117,9 +117,7 @@ def call(tool: str, **arguments: int) -> str:
     return f"{CALL}{tool}{json.dumps(arguments)}{CALL_END}{END}"
 
 
-def ensure_model(
-    folder: Path, lesson: Callable[[random.Random], Lesson] = _calculation, steps: int = STEPS
-) -> Path:
+def ensure_model(folder: Path, lesson: Callable[[random.Random], Lesson] = _calculation, steps: int = STEPS) -> Path:
     """Returns `folder` with model and tokenizer in it. Where they are missing, whichever process comes first makes
     them, a minute or two, and the others wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -125,6 +125,7 @@ TABLE: tuple[PrivateName, ...] = (
     *_values(_ARGUMENTS, "assigns", "_n_gpu"),
     *_values("transformers.configuration_utils.PreTrainedConfig", "reads", "_name_or_path"),
     *_values("transformers.modeling_utils.PreTrainedModel", "reads", "_keep_in_fp32_modules"),
+    *_values("transformers.core_model_loading", "assigns", "_weight_conversions"),
     *_values("transformers.integrations.deepspeed", "reads", "_hf_deepspeed_config_weak_ref"),
     *_values("transformers.integrations.integration_utils.TensorBoardCallback", "reads", "_SummaryWriter"),
     *_values("transformers.integrations.integration_utils.TensorBoardCallback", "assigns", "logging_dir tb_writer"),

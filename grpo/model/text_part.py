@@ -12,6 +12,8 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange
 from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 PROCESSOR_FILES = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
@@ -41,9 +43,12 @@ def model_without_weights(config: Any, *, trust_remote_code: bool = False) -> An
     """Build the model that TRL loads for `config`, on the meta device."""
     found = model_class(config)
     with torch.device("meta"):
-        if found is AutoModelForCausalLM:
-            return found.from_config(config, trust_remote_code=trust_remote_code)
-        return found(config)
+        is_auto = found is AutoModelForCausalLM
+        model = found.from_config(config, trust_remote_code=trust_remote_code) if is_auto else found(config)
+    # As `from_pretrained` notes them: else transformers looks for them in all modules, for each name converted (5.17).
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
+    return model
 
 
 def tower_paths(model: Any) -> tuple[str, ...]:

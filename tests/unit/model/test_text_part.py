@@ -1,12 +1,14 @@
 """Which part of a multimodal checkpoint is trained, travels and is adapted; and its processor."""
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, LlavaProcessor
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, LlavaProcessor, conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 
 from grpo import GRPOConfig
 from grpo.config.models import EngineModel, engine_args
@@ -25,7 +27,7 @@ from grpo.preflight.lora import around_towers, choose_lora
 from grpo.preflight.processor import processor_of
 from grpo.weights.source import GatheredSource
 from tests.support.multimodal_models import MAKERS, save_multimodal_model
-from tests.support.tiny_models import FAMILIES, tiny_model
+from tests.support.tiny_models import FAMILIES, tiny_config, tiny_model
 
 TOWERS = {
     "llava": ("model.vision_tower", "model.multi_modal_projector"),
@@ -45,6 +47,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def arguments(tmp_path: Path, **settings: object) -> GRPOConfig:
     return GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MAKERS])
+def test_names_of_a_checkpoint_are_looked_up_once(
+    family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And are the ones that transformers finds by itself, in a walk over all modules for each tensor."""
+    model = model_without_weights(
+        tiny_config(family) if family in FAMILIES else AutoConfig.from_pretrained(folders[family])
+    )
+    alike = copy.deepcopy(model)
+    del alike._weight_conversions
+    by_itself = {name: revert_weight_conversion(alike, {name: t}).keys() for name, t in alike.state_dict().items()}
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", None)
+    noted = {name: revert_weight_conversion(model, {name: t}).keys() for name, t in model.state_dict().items()}
+    assert noted == by_itself
 
 
 @pytest.mark.parametrize("family", MAKERS)
