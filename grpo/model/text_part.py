@@ -11,9 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange
+from transformers import AutoModelForCausalLM, PreTrainedModel, conversion_mapping, core_model_loading
 from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 PROCESSOR_FILES = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
@@ -46,8 +44,8 @@ def model_without_weights(config: Any, *, trust_remote_code: bool = False) -> An
         is_auto = found is AutoModelForCausalLM
         model = found.from_config(config, trust_remote_code=trust_remote_code) if is_auto else found(config)
     # As `from_pretrained` notes them: else transformers looks for them in all modules, for each name converted (5.17).
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    model._weight_conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
+    conversions = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [each for each in conversions if not isinstance(each, core_model_loading.PrefixChange)]
     return model
 
 

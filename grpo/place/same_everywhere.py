@@ -1,6 +1,7 @@
 """Settings that must be equal on all nodes of a job: versions, and the variables of NCCL and gloo."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ CPU_BUILD = "+cpu"
 Value = TypeVar("Value", bound=Hashable)
 
 
+@cache  # reads and parses a file
 def installed_version(package: str) -> str | None:
     try:
         return version(package)

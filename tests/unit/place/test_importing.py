@@ -4,11 +4,12 @@ import gc
 import importlib.metadata
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
-from grpo.place import same_everywhere
 from grpo.place.importing import importing
+from grpo.place.same_everywhere import built_for_another_torch
 
 
 def test_the_collector_rests_and_packages_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,8 +48,8 @@ def test_a_collector_that_was_off_stays_off() -> None:
 
 def test_packages_that_do_not_fit_torch_are_named_where_an_import_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """As pip leaves them behind on a machine without GPUs; transformers says "Could not import module" of any class."""
-    monkeypatch.setattr(same_everywhere, "version", {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}.__getitem__)
-    monkeypatch.setattr(same_everywhere, "PackageNotFoundError", KeyError)
+    looks = partial(built_for_another_torch, {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}.get)
+    monkeypatch.setattr("grpo.place.importing.built_for_another_torch", looks)
     with (
         pytest.raises(ImportError, match=r"torchvision 0\.28\.0 beside torch 2\.13\.0\+cpu.*uninstall.*GRPO-216"),
         importing(),
