@@ -1,5 +1,5 @@
 # make install  the environment that the others share   make demo  the main job, end to end
-# make test     lint, types, tests: 27 minutes          make bench the benchmarks, and the tables of bench/RESULTS.md
+# make test     lint, types, tests: 24 minutes          make bench the benchmarks, and the tables of bench/RESULTS.md
 # make test-long the rest of the tests: more models, faults and layouts, the benchmarks' short forms; as long again
 # make test-gpu what this machine's GPUs allow    make coverage  which lines no test without a GPU reaches
 # make docs     the pages of docs/ and a table of all options, as a site: build/docs/index.html
