@@ -7,27 +7,28 @@ import contextlib
 import errno
 import re
 import sysconfig
-import threading
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from grpo.faults.device_memory import explain
 from grpo.faults.failure import Decision, FailureKind, FailureRecord, GrpoError, JobFailed, answer_to, with_causes
 
-_past_first_step = threading.Event()
+_steps_done = 0
 
 _KIND, _TEXT = "_grpo_kind", "_grpo_text"  # set on errors of other libraries
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def note_first_step() -> None:
-    """Note that this process's job has finished an optimizer step, or resumes after one."""
-    _past_first_step.set()
+def note_steps(done: int) -> None:
+    """Note how many optimizer steps this process's job has finished, those before a resume included."""
+    global _steps_done
+    _steps_done = done
 
 
-def is_past_first_step() -> bool:
-    return _past_first_step.is_set()
+def steps_done() -> int:
+    return _steps_done
 
 
 def kind_of(error: BaseException) -> FailureKind:
@@ -62,17 +63,12 @@ def _find_kind(error: BaseException) -> FailureKind:
 
 def ends_job(error: BaseException) -> bool:
     """True if a restart would meet `error` again, as far as this process knows."""
-    return answer_to(kind_of(error), is_behind_first_step=is_past_first_step()) is Decision.END
+    return answer_to(kind_of(error), is_behind_first_step=_steps_done > 0) is Decision.END
 
 
 def is_users(error: BaseException) -> bool:
     """True if the user's code or settings caused `error`."""
     return kind_of(error) is FailureKind.USER
-
-
-def is_for_user(kind: str | None) -> bool:
-    """True if a short message helps more than a traceback: settings, data, memory."""
-    return kind in (FailureKind.USER, FailureKind.MEMORY)
 
 
 def text_of(error: BaseException) -> str:
@@ -101,12 +97,20 @@ def record_of(
 def users_frame(error: BaseException) -> str | None:
     """Return `file:line, in function: code` of the innermost frame outside libraries and this project; None without
     one."""
+    return next((shown_frame(frame) for frame, is_ours in _frames(error) if not is_ours), None)
+
+
+def is_raised_by_users_code(error: BaseException) -> bool:
+    """True if users' code, or a library under it, raised `error`: no frame of this project is further in."""
+    return not next((is_ours for _, is_ours in _frames(error)), True)
+
+
+def _frames(error: BaseException) -> Iterator[tuple[traceback.FrameSummary, bool]]:
+    """Yield the frames outside libraries, the innermost first; True for those of this project."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        is_library = frame.filename.startswith((*_LIBRARIES, "<")) or _PACKAGE in path.resolve().parents
-        if not is_library:
-            return shown_frame(frame)
-    return None
+        is_ours = _PACKAGE in Path(frame.filename).resolve().parents
+        if is_ours or not frame.filename.startswith((*_LIBRARIES, "<")):
+            yield frame, is_ours
 
 
 def shown_frame(frame: traceback.FrameSummary) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -14,8 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from grpo.faults.failure import JobFailed
-from grpo.faults.kinds import ends_job, is_for_user, kind_of, text_of, users_frame
+from grpo.faults.failure import FailureKind, JobFailed
+from grpo.faults.kinds import (
+    ends_job,
+    is_raised_by_users_code,
+    kind_of,
+    steps_done,
+    text_of,
+    users_frame,
+)
+from grpo.place.files import flag_of
 from grpo.place.launch import read_launch
 from grpo.place.log import FILE_ONLY, start_log
 from grpo.place.spelling import did_you_mean
@@ -29,7 +38,9 @@ MAX_LINES = 6
 TRACEBACK_VARIABLE = "GRPO_TRACEBACK"
 RANK_ZERO_S = 5.0  # other ranks let rank 0 report first: after their exit the launcher ends rank 0
 
-UNUSED = "Some specified arguments are not used by the HfArgumentParser"
+UNUSED = re.compile(  # transformers' and TRL's words, the latter for keys of --config
+    r"(?:Some specified arguments are not used by the HfArgumentParser|Unknown arguments from config (file)): (\[.*?\])"
+)
 _IS_MISTAKE = "_grpo_is_mistake"  # set on errors that are reported
 
 
@@ -46,7 +57,8 @@ def reporting_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Telle
     """Wrap a rank's whole program: report its failure once, and re-raise it.
 
     For a mistake (of the user, or out of device memory) that ends the job, rank 0 writes at most `MAX_LINES` lines to
-    stderr. The interpreter then exits with code 1 and without a traceback, unless GRPO_TRACEBACK=1. On every rank
+    stderr. After the first step a rank does so for an error of the user's own code, such as a reward function. The
+    interpreter then exits with code 1 and without a traceback, unless GRPO_TRACEBACK=1; the log has it. On every rank
     torchelastic's error file gets the same message; torchrun shows it in its summary. A rank that ends because another
     one has failed writes a line; its traceback is in its log. Other errors keep their traceback, and are recorded for
     torchrun as by its `@record`. Errors that end the job are written into `run_state.json`. If nested, the innermost
@@ -59,7 +71,8 @@ def reporting_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Telle
         yield teller
     except BaseException as error:
         if not hasattr(error, _IS_MISTAKE):
-            setattr(error, _IS_MISTAKE, is_for_user(kind_of(error)) and ends_job(error))
+            is_for_user = kind_of(error) in (FailureKind.USER, FailureKind.MEMORY)
+            setattr(error, _IS_MISTAKE, is_for_user and (ends_job(error) or is_raised_by_users_code(error)))
             _tell(error, teller.output_dir)
         raise
 
@@ -77,20 +90,21 @@ def message_of(error: BaseException) -> str:
     text = text_of(error)
     if type(error) is ValueError and str(error):
         text = text.removeprefix(f"{ValueError.__name__}: ")
-    if text.startswith(UNUSED):
-        text = _with_near_flags(text)
+    if (unused := UNUSED.match(text)) is not None:
+        text = _with_near_flags(unused)
     where = users_frame(error)
     return _cut(text, MAX_LINES - (where is not None)) + (f"\n  in {where}" if where is not None else "")
 
 
-def _with_near_flags(text: str) -> str:
-    """Replace transformers' complaint about unknown flags by one with suggestions."""
+def _with_near_flags(unused: re.Match[str]) -> str:
+    """Replace a complaint about unknown flags or keys by one with their file and suggestions."""
     from grpo.config import GRPOConfig
 
-    known = [f"--{name}" for name in GRPOConfig.__dataclass_fields__]
-    words = ast.literal_eval(text.removeprefix(UNUSED).strip(" :"))
-    flags = [word for word in words if word.startswith("--")]
-    return f"unknown options: {', '.join(flag + did_you_mean(flag.split('=')[0], known) for flag in flags)}"
+    is_key, words = unused.groups()
+    dashes, where = ("", f" in {flag_of(sys.argv, 'config')}") if is_key else ("--", "")
+    known = [dashes + name for name in GRPOConfig.__dataclass_fields__]
+    names = [dashes + word.removeprefix("--") for word in ast.literal_eval(words) if word.startswith("--")]
+    return f"unknown options{where}: {', '.join(name + did_you_mean(name.split('=')[0], known) for name in names)}"
 
 
 def _cut(text: str, lines: int) -> str:
@@ -106,13 +120,14 @@ def _tell(error: BaseException, output_dir: Path | None) -> None:
     message = text_of(error)
     if is_mistake:
         message = message_of(error) if not isinstance(error, SystemExit) else f"the script ended itself: {error}"
-        if rank == 0 and not isinstance(error, SystemExit):  # argparse, or the interpreter, has printed the reason
+        # For an exit argparse, or the interpreter, has printed the reason.
+        if not isinstance(error, SystemExit) and (rank == 0 or not ends_job(error)):
             sys.stderr.write(f"[grpo] {message}\n")
-            _log.error("%s", message, extra=FILE_ONLY)
+            _log.error("%s", message, exc_info=error, extra=FILE_ONLY)
     elif _is_elsewhere(error):
         sys.stderr.write(f"[grpo] rank {rank} ends: {error}\n")
         _log.error("ends in:", exc_info=error, extra=FILE_ONLY)
-    note_failure(os.environ, message, kind_of(error))
+    note_failure(os.environ, message, kind_of(error), step=steps_done())
     if rank == 0 and output_dir is not None and ends_job(error):
         record_early_failure(output_dir, os.environ, text_of(error), kind_of(error))
     is_short = (is_mistake or _is_elsewhere(error)) and not _shows_tracebacks()

@@ -34,7 +34,7 @@ class RewardFunction:
         cause = f"reward function {self.name} has not returned within {timeout_s:g} s (reward_timeout) [GRPO-607]"
         self._limit = PHASE, timeout_s, cause
         self._label = f"reward function {self.name}"
-        self._raised = f"{self._label} raised "
+        self._raised = f"{self._label} failed [GRPO-623]: "
 
     def call_here(self, arguments: dict[str, Any]) -> list[Any]:
         """Call it in the main thread, which is blocked meanwhile."""

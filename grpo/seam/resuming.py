@@ -19,7 +19,7 @@ from grpo.checkpoints.rank_state import random_states, restore_random_states
 from grpo.checkpoints.resuming import CompleteCheckpoint, choose
 from grpo.checkpoints.rotation import KEPT_QUARANTINED, bound_quarantine, delete_partial, kept_limit, quarantine
 from grpo.faults.failure import GenerationDropped, StepFailed
-from grpo.faults.kinds import note_first_step
+from grpo.faults.kinds import note_steps
 from grpo.faults.signals import StopRequest
 from grpo.place.log import FILE_ONLY
 from grpo.record.folder import RunFolder
@@ -124,7 +124,7 @@ class Resuming:
         self._order.go_to(0, (0, 0))  # for a second `train`, too; loading a checkpoint sets it again
         first_step = self._saving.saved_step = self.first_step = 0 if checkpoint is None else checkpoint.record.step
         if checkpoint is not None:
-            note_first_step()
+            note_steps(checkpoint.record.step)
             if run.watch is not None:
                 run.watch.enter("resume")
             say(*what_differs(checkpoint.record, sampling_of(view.args)))
@@ -175,7 +175,7 @@ class Resuming:
     def after_step(self, control: TrainerControl) -> None:
         """Agree whether to stop here. Collective, at the end of every optimizer step."""
         run, view = self._run, self._view
-        note_first_step()
+        note_steps(view.state.global_step)
         _log.debug("step %d ends", view.state.global_step)
         self._saving.look_at()
         before, now = self._order.end_step()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -282,6 +283,31 @@ def test_what_the_ranks_have_explained_has_no_summary_and_a_way_on(nodes: Nodes,
     last = said.splitlines()[-1]
     assert last.startswith("[grpo] failed: RuntimeError: CUDA error: uncorrectable ECC error")
     assert last.endswith(f"; {run}; the same line with --resume auto goes on from the beginning")
+
+
+@pytest.mark.long
+def test_a_reward_that_raises_behind_the_first_step_is_shown_with_its_line_and_a_way_on(
+    nodes: Nodes, tiny_model: Path, tmp_path: Path
+) -> None:
+    """By the rank that called it, without a traceback, which is in its log."""
+    run = tmp_path / "run"
+    config = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
+    script = tiny_job_script(tiny_model, tmp_path / "own", config=config, hold="reward-error-3")
+    nodes.start(0, "--ranks-per-node", "2", "--output-dir", str(run), *script, "--node-rank", "0")
+    assert nodes.wait() == [START_AGAIN], nodes.said(0)
+    said = nodes.said(0)
+    assert "Traceback" not in said
+    assert f"[grpo] {script[0]} gets --node-rank: options of grpo launch go before it" in said
+    place = 'in reward: raise ZeroDivisionError("a reward of the'
+    assert said.count(place) == said.count("tiny_job.py:") == 1, said
+    record, last = said.splitlines()[-2:]
+    assert record.startswith("[grpo] failed: node 0")
+    assert record.endswith("rank 1, phase 'reward': ZeroDivisionError: a reward of the user's went wrong")
+    raised = "reward function reward failed [GRPO-623]: ZeroDivisionError"
+    assert last == f"{raised}; {run}; the same line with --resume auto goes on from checkpoint-2"
+    log = next((run / "logs").glob("rank-*-1.attempt-0.log")).read_text()
+    assert "Traceback" in log
+    assert re.search(r"in reward\n\s+raise ZeroDivisionError", log)
 
 
 def test_want_of_memory_is_reported_once_and_ends_the_job(nodes: Nodes, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
         file = read_settings(args.config_file, "--config_file") if args.config_file else {}
         _check_script(script)
         _check_nodes(args, place, file)
+        line.note_misplaced(script, vars(args).keys() - {"output_dir", "resume"})  # the trainer has these too
         asked, is_readable = _asked(args, script, file)
     except (ValueError, OSError) as error:
         print(f"grpo launch: {error}", file=sys.stderr)

@@ -2,7 +2,8 @@
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -56,6 +57,17 @@ class Rendezvous:
         """True if nodes have different numbers of ranks; accelerate starts `num_processes // num_machines` on each
         (1.15)."""
         return len({*self.ranks_by_node}) > 1
+
+
+def note_misplaced(script: Script, own: Collection[str]) -> None:
+    """Warn of the launcher's options among the script's: no error, as a script may have options of these names.
+
+    Args:
+        own: names of the launcher's options, with underscores.
+    """
+    flags = [word.split("=")[0] for word in script.arguments if word.startswith("--")]
+    if behind := [flag for flag in flags if flag[2:].replace("-", "_") in own]:
+        print(f"[grpo] {script.name} gets {', '.join(behind)}: options of grpo launch go before it", file=sys.stderr)
 
 
 def own_file(*, on_gpus: bool) -> str:

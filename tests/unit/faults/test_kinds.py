@@ -22,7 +22,7 @@ from grpo.engine.client import EngineError
 from grpo.faults import device_memory
 from grpo.faults.device_memory import DeviceMemory
 from grpo.faults.failure import FailureKind, FailureRecord, GenerationDropped, JobFailed
-from grpo.faults.kinds import FOREIGN, ends_job, is_users, kind_of, may_be_an_echo, note_first_step
+from grpo.faults.kinds import FOREIGN, ends_job, is_users, kind_of, may_be_an_echo, note_steps
 from grpo.faults.liveness import NodePlace
 from grpo.faults.sentinel_start import SentinelError
 from grpo.faults.watch import FailureWatch
@@ -272,7 +272,7 @@ def test_no_row_of_the_table_is_idle() -> None:
 def test_only_the_users_and_memory_end_a_job_before_its_first_step() -> None:
     ends = {kind: ends_job(record(kind)) for kind in FailureKind}
     assert [kind for kind in ends if ends[kind]] == [FailureKind.USER, FailureKind.MEMORY]
-    note_first_step()
+    note_steps(3)
     assert not any(ends_job(record(kind)) for kind in FailureKind)
 
 

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from trl import TrlParser
 
+from grpo import GRPOConfig
 from grpo.faults.failure import FailureKind, FailureRecord, JobFailed
 from grpo.ops.mistakes import MAX_LINES, message_of, reporting_mistakes
-from grpo.record.files import read_run_state
+from grpo.record.files import read_failure_note, read_run_state
 from tests.support.launching import ROOT
 
 DEADLINE_S = 60
@@ -182,6 +184,42 @@ def test_what_all_ranks_raise_is_reported_as_rank_zeros_own(capsys: pytest.Captu
     finally:
         sys.excepthook = before
     assert capsys.readouterr().err == "[grpo] no data\n"
+
+
+def test_an_error_of_users_code_behind_the_first_step_keeps_its_traceback_for_the_log(tmp_path: Path) -> None:
+    """One from the trainer under the script keeps it on the screen: the script's line explains nothing."""
+    behind = "from grpo.faults.kinds import note_steps\nnote_steps(3)\nwith reporting_mistakes():\n"
+    for folder in ("own", "trainers"):
+        (tmp_path / folder).mkdir()
+    process, _ = program(tmp_path / "own", f"{behind}    {{}}['answer']\n", rank=1)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert errors == f"[grpo] KeyError: 'answer'\n  in {tmp_path}/own/script.py:6, in <module>: {{}}['answer']\n"
+    body = f"{behind}    from grpo.place.spelling import did_you_mean\n    did_you_mean(3, [])\n"
+    _, errors, _ = run(tmp_path / "trainers", body)
+    assert "Traceback" in errors
+    assert "AttributeError: 'int' object has no attribute 'lstrip'" in errors
+
+
+def test_a_failure_behind_the_first_step_is_noted_with_the_step(tmp_path: Path) -> None:
+    """Its launcher would otherwise end the job: as a mistake that no start mends."""
+    body = (
+        "from grpo.faults.kinds import note_steps\nnote_steps(3)\nwith reporting_mistakes():\n    raise KeyError(1)\n"
+    )
+    run(tmp_path, body, GRPO_RUN_NOTE=str(tmp_path / "note"))
+    noted = read_failure_note(tmp_path / "note")
+    assert noted is not None
+    assert (noted["kind"], noted["step"]) == ("user", 3)
+
+
+def test_keys_that_trl_does_not_know_are_named_with_their_file_and_those_that_were_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file := tmp_path / "my.yaml").write_text("output_dir: out\nuse_cpu: true\nbf16: false\nsave_stepz: 5\n")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(file)])
+    with pytest.raises(ValueError, match="Unknown arguments from config file") as raised:
+        TrlParser([GRPOConfig]).parse_args_and_config()
+    said = message_of(raised.value).splitlines()[0]
+    assert said == f"unknown options in {file}: save_stepz (did you mean save_steps?)"
 
 
 def test_flags_that_transformers_does_not_know_are_named_with_those_that_were_meant() -> None:

@@ -313,7 +313,7 @@ def test_a_coroutine_that_leaves_takes_no_loop_along(watch: FailureWatch) -> Non
     async def leaves(values: list[int]) -> list[float]:
         raise SystemExit(3)
 
-    with pytest.raises(RuntimeError, match="reward function leaves raised SystemExit: 3"):
+    with pytest.raises(RuntimeError, match=r"reward function leaves failed \[GRPO-623\]: SystemExit: 3"):
         asyncio.run(function(leaves, watch).call_async({"values": [1]}, ExitStack()))
 
 
@@ -324,7 +324,7 @@ def leaves(values: list[int]) -> list[float]:
 def test_one_that_leaves_ends_no_rank_well(watch: FailureWatch) -> None:
     call = function(leaves, watch)
     for run in (lambda: call.call_here({"values": [1]}), lambda: in_thread(call)):
-        with pytest.raises(RuntimeError, match="reward function leaves raised SystemExit"):
+        with pytest.raises(RuntimeError, match=r"reward function leaves failed \[GRPO-623\]: SystemExit"):
             run()
 
 

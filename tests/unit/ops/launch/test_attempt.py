@@ -67,6 +67,24 @@ def test_what_starts_again_goes_on_from_the_newest_complete_checkpoint(tmp_path:
     assert why.endswith(f"; {tmp_path / 'run'}; the same line with --resume auto goes on from checkpoint-10")
 
 
+@pytest.mark.parametrize(
+    ("step", "code", "why"),
+    [
+        (0, FAILED, "not started again: this would fail again"),
+        (22, START_AGAIN, "failed: a reward; {run}; the same line with --resume auto goes on from checkpoint-10"),
+    ],
+)
+def test_a_failure_of_the_users_is_final_before_the_first_step_alone(
+    step: int, code: int, why: str, tmp_path: Path
+) -> None:
+    (folder := tmp_path / "run" / "checkpoint-10").mkdir(parents=True)
+    (folder / "complete.json").write_text("{}")
+    attempt = make_attempt(tmp_path, state="failed", why="a reward", kind=FailureKind.USER, step=step)
+    note_failure(attempt.variables(), "a reward", FailureKind.USER, step=step)
+    got = attempt.conclude(Ending(has_succeeded=False, rank=0), max_crashes=3)
+    assert got == (code, why.format(run=tmp_path / "run"))
+
+
 def test_a_sigterm_before_there_is_a_trainer_is_no_crash(tmp_path: Path) -> None:
     attempt = make_attempt(tmp_path, has_trainer=False)
     code, why = attempt.conclude(BY_SIGTERM, max_crashes=1)
