@@ -116,7 +116,7 @@ def main() -> None:
     try:
         python = make_environment(args.venv, args.backend)
         installer = choose_installer(python, args.installer)
-        print(f"installing {LISTS[args.backend]} into {args.venv} by {installer.name} ...", flush=True)
+        print(f"installing {LISTS[args.backend]} into {args.venv} by {installer.name}: a minute or two ...", flush=True)
         fill(installer, args.backend)
     except (ValueError, subprocess.CalledProcessError) as error:
         sys.exit(f"make install: {error}")

@@ -18,7 +18,7 @@ from tools.install import fill, find_uv, make_environment, uv
 EDGES = {"lowest": "lowest-direct", "highest": "highest"}
 TESTS = (
     ["tests/unit"],
-    ["-n0", "tests/multiprocess/test_two_nodes.py::test_a_group_straddles_both_nodes"],
+    ["-n0", "tests/multiprocess/test_two_nodes.py::test_group_split_over_two_nodes_has_four_distinct_samples"],
 )
 
 

@@ -248,7 +248,7 @@ def flight(engine: Flight) -> Iterator[Flight]:
     assert -1 not in engine.answers, engine.answers[-1]
 
 
-def test_completions_end_with_the_adapter_with_which_they_began(flight: Flight) -> None:
+def test_completion_during_adapter_sync_keeps_its_adapter(flight: Flight) -> None:
     first = flight.sync_another(1)
     of_first = flight.alone(first)
     for attempt in range(ATTEMPTS):
@@ -283,7 +283,7 @@ def three_under_way(flight: Flight, seed: int) -> tuple[list[int], list[range]]:
     pytest.fail("no three batches were under way at once")
 
 
-def test_all_slots_are_in_use_at_once_and_none_is_taken_from_under_completions(flight: Flight) -> None:
+def test_adapter_sync_with_all_slots_in_use_raises_and_frees_none(flight: Flight) -> None:
     numbers, ids = three_under_way(flight, 100)
     held = flight.adapters_in_use()
     _, error = flight.try_to_sync()
@@ -304,7 +304,7 @@ def test_all_slots_are_in_use_at_once_and_none_is_taken_from_under_completions(f
     assert flight.gap(flight.submit(fourth), fourth) < MAX_GAP, "the engine lives"
 
 
-def test_what_is_aborted_holds_up_no_sync_and_ends_no_engine(flight: Flight) -> None:
+def test_abort_of_completions_frees_their_adapter_slot(flight: Flight) -> None:
     number = flight.sync_another(300)
     for seed in range(301, 304):
         flight.abort(flight.begun(number))
@@ -312,7 +312,7 @@ def test_what_is_aborted_holds_up_no_sync_and_ends_no_engine(flight: Flight) -> 
     assert flight.gap(flight.submit(number), number) < MAX_GAP
 
 
-def test_the_base_once_more_and_a_trial_by_noise_leave_completions_as_they_are(flight: Flight) -> None:
+def test_sync_of_base_and_noise_adapter_leaves_completions_unchanged(flight: Flight) -> None:
     """As after another engine's death: a new weight sync group, everything again, an adapter of noise, then the real
     one."""
     number = flight.sync_another(400)
@@ -338,7 +338,7 @@ def test_the_base_once_more_and_a_trial_by_noise_leave_completions_as_they_are(f
     )
 
 
-def test_an_engine_that_comes_back_gets_the_adapters_that_completions_need(flight: Flight) -> None:
+def test_restarted_engine_receives_adapters_of_waiting_completions(flight: Flight) -> None:
     numbers = []
     for waiting, seed in ((-2, 500), (-3, 501)):
         numbers.append(flight.sync_another(seed))

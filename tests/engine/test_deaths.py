@@ -62,7 +62,7 @@ def has_inner_process(pid: int) -> bool:
         return False
 
 
-def test_an_engine_that_is_late_and_then_dies_while_it_samples_and_is_asked(tiny_model: Path, tmp_path: Path) -> None:
+def test_engine_death_during_sampling_fails_open_calls_and_reports_once(tiny_model: Path, tmp_path: Path) -> None:
     deaths: list[EngineError] = []
     prompts = [Request(token_ids=np.array([5, 6, 7], np.int32), n=4, seed=seed) for seed in (1, 11)]
     with started(engine_spec(tiny_model), tmp_path, deaths.append) as client:
@@ -90,7 +90,7 @@ def test_an_engine_that_is_late_and_then_dies_while_it_samples_and_is_asked(tiny
 
 
 @pytest.mark.long
-def test_a_prompt_of_which_a_real_engine_dies_is_found_and_left_out(tiny_model: Path, tmp_path: Path) -> None:
+def test_pool_with_prompt_fatal_to_engine_isolates_and_refuses_it(tiny_model: Path, tmp_path: Path) -> None:
     variables = NextStep(tmp_path, dies_of=103).variables
     prompts = [Request(token_ids=np.arange(5, 8 + n, dtype=np.int32), n=2, seed=10 * n) for n in (0, 1, 100, 2)]
     with contextlib.ExitStack() as engines:
@@ -116,7 +116,7 @@ def test_a_prompt_of_which_a_real_engine_dies_is_found_and_left_out(tiny_model: 
         assert "a prompt of 103 tokens, which is not sampled again [GRPO-416]" in batch.refusals[0]
 
 
-def test_a_host_that_is_killed_while_it_imports(tiny_model: Path, tmp_path: Path) -> None:
+def test_wait_ready_of_host_killed_during_import_raises(tiny_model: Path, tmp_path: Path) -> None:
     with started(engine_spec(tiny_model), tmp_path) as client:
         until(lambda: has_loaded_torch(client.pid), START_S, "it does not import")
         with pytest.raises(EngineError, match=r"after 0 s .*GRPO-401"):
@@ -126,9 +126,7 @@ def test_a_host_that_is_killed_while_it_imports(tiny_model: Path, tmp_path: Path
             client.wait_ready(CONTRACT_S)
 
 
-def test_an_engine_with_a_stopped_process_is_ended_and_one_that_is_held_for_a_while_is_not(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_engine_with_stopped_process_ends_only_after_stopped_timeout(tiny_model: Path, tmp_path: Path) -> None:
     deaths: list[EngineError] = []
     with started(engine_spec(tiny_model), tmp_path, deaths.append, stopped_timeout_s=6.0) as client:
         until(lambda: has_loaded_torch(client.pid), START_S, "it does not import")
@@ -148,7 +146,7 @@ def test_an_engine_with_a_stopped_process_is_ended_and_one_that_is_held_for_a_wh
         assert not session_members(client.pid)
 
 
-def test_a_host_whose_log_is_gone_is_missed_all_the_same(tiny_model: Path, tmp_path: Path) -> None:
+def test_death_of_host_with_deleted_log_is_reported(tiny_model: Path, tmp_path: Path) -> None:
     deaths: list[EngineError] = []
     (tmp_path / "logs").mkdir()
     with started(engine_spec(tiny_model), tmp_path / "logs", on_death=deaths.append) as client:
@@ -160,7 +158,7 @@ def test_a_host_whose_log_is_gone_is_missed_all_the_same(tiny_model: Path, tmp_p
         until(lambda: len(deaths) == 1, CONTRACT_S, "no death was reported")
 
 
-def test_an_engine_that_cannot_start_says_why(tiny_model: Path, tmp_path: Path) -> None:
+def test_wait_ready_of_engine_with_bad_argument_raises_its_reason(tiny_model: Path, tmp_path: Path) -> None:
     with (
         started(engine_spec(tiny_model, kv_cache_dtype="no-such-type"), tmp_path) as client,
         pytest.raises(EngineError, match="no-such-type"),
@@ -183,7 +181,7 @@ client.wait_ready({START_S})
 
 
 @pytest.mark.parametrize("moment", [has_loaded_torch, has_inner_process])
-def test_a_local_main_that_is_killed_takes_its_starting_engine_along(
+def test_kill_of_local_main_during_engine_start_leaves_no_process(
     moment: Callable[[int], bool], tiny_model: Path, tmp_path: Path
 ) -> None:
 

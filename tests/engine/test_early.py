@@ -41,7 +41,7 @@ def engine(model: Path, folder: Path, **variables: str) -> EngineClient:
 
 
 @pytest.mark.usefixtures("launched")
-def test_a_host_is_given_later_what_to_run_and_where(
+def test_early_host_receives_spec_and_environment_and_serves(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = tmp_path / "kernels"
@@ -76,7 +76,9 @@ def test_a_host_is_given_later_what_to_run_and_where(
 
 
 @pytest.mark.usefixtures("launched")
-def test_a_host_that_cannot_import_says_why(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_host_with_failed_import_raises_its_reason(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "vllm.py").write_text("raise ImportError('no such kernel')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     early.start_host()
@@ -103,7 +105,7 @@ sys.stdin.readline()
 
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("end", ["killed", "done"])
-def test_a_process_that_needs_no_engine_leaves_no_host(end: str) -> None:
+def test_early_host_of_process_without_engine_ends_with_it(end: str) -> None:
     main = subprocess.Popen(
         [sys.executable, "-c", WAITING],
         stdin=subprocess.PIPE,

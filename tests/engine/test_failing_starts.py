@@ -59,7 +59,7 @@ def libraries(folder: Path) -> list[Path]:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_start_that_was_killed_while_it_compiled_spoils_no_other(tiny_model: Path, tmp_path: Path) -> None:
+def test_engine_start_after_killed_compilation_succeeds(tiny_model: Path, tmp_path: Path) -> None:
     with starting(tiny_model, tmp_path, enforce_eager=False) as client:
         until(lambda: compiles(client.pid), START_S, "nothing is compiled")
         processes = [psutil.Process(pid) for pid in session_members(client.pid)]
@@ -93,7 +93,7 @@ def test_a_start_that_was_killed_while_it_compiled_spoils_no_other(tiny_model: P
 
 
 @pytest.mark.long
-def test_a_start_that_is_late_leaves_what_it_has_compiled(tiny_model: Path, tmp_path: Path) -> None:
+def test_engine_start_after_timeout_reuses_compiled_libraries(tiny_model: Path, tmp_path: Path) -> None:
     with starting(tiny_model, tmp_path, enforce_eager=False) as client:
         until(lambda: bool(libraries(tmp_path)) and compiles(client.pid), START_S, "nothing is compiled")
         with pytest.raises(EngineError, match="GRPO-401"):
@@ -106,7 +106,7 @@ def test_a_start_that_is_late_leaves_what_it_has_compiled(tiny_model: Path, tmp_
     assert {path: again[path] for path in compiled} == compiled, "they were not compiled again"
 
 
-def test_a_worker_that_cannot_load_the_model_is_reported(tiny_model: Path, tmp_path: Path) -> None:
+def test_engine_start_with_truncated_weights_raises_within_10_s(tiny_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     for path in tiny_model.iterdir():
@@ -121,7 +121,7 @@ def test_a_worker_that_cannot_load_the_model_is_reported(tiny_model: Path, tmp_p
 
 
 @pytest.mark.parametrize("process", [inner_process, pytest.param(worker_process, marks=pytest.mark.long)])
-def test_a_process_of_vllm_that_is_killed_while_it_starts_is_reported(
+def test_engine_start_with_killed_vllm_process_raises_within_10_s(
     process: Callable[[int], psutil.Process], tiny_model: Path, tmp_path: Path
 ) -> None:
     with starting(tiny_model, tmp_path) as client:

@@ -12,7 +12,7 @@ from tests.support.multimodal_models import engines_environment, save_multimodal
 pytestmark = pytest.mark.long
 
 
-def test_the_same_weights_change_no_bit_of_what_is_under_way(tmp_path: Path) -> None:
+def test_sync_of_same_weights_in_hybrid_model_changes_no_bit_in_flight(tmp_path: Path) -> None:
     path = save_multimodal_model("qwen3_5", tmp_path / "qwen3_5")
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16)
     flight = Flight(

@@ -60,7 +60,7 @@ def change(model: torch.nn.Module) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
 
 
-def test_the_same_weights_change_no_bit_of_what_is_under_way(flight: Flight) -> None:
+def test_sync_of_same_weights_changes_no_bit_in_flight(flight: Flight) -> None:
     same_weights_change_no_bit(flight)
 
 
@@ -77,7 +77,7 @@ def continued(old: PreTrainedModel, new: PreTrainedModel, prompt: np.ndarray, no
     return logits.log_softmax(-1).gather(-1, tokens[0, seen + 1 :, None]).squeeze(-1).numpy()
 
 
-def test_other_weights_leave_what_was_sampled_and_sample_what_follows(flight: Flight) -> None:
+def test_sync_during_sampling_keeps_tokens_and_applies_to_later_ones(flight: Flight) -> None:
     prompts = prompts_of(12, first=1)
     expected = undisturbed(flight, prompts)
     ids, counts = flight.under_way(prompts, COPIES)
@@ -101,7 +101,7 @@ def cached(flight: Flight, prompt: np.ndarray, salt: str | None) -> int:
     return answer.num_cached_tokens
 
 
-def test_a_salt_keeps_the_kv_of_old_weights_from_new_completions(flight: Flight) -> None:
+def test_cache_salt_keeps_kv_of_old_weights_from_new_completions(flight: Flight) -> None:
     prompt, other = prompts_of(300, first=2)[:2]  # a block has 128 tokens on CPUs
     assert [cached(flight, prompt, salt) for salt in ("1", "1", "2", "2")] == [0, 256, 0, 256]
     assert [cached(flight, other, None) for _ in range(2)] == [0, 256]
@@ -111,7 +111,7 @@ def test_a_salt_keeps_the_kv_of_old_weights_from_new_completions(flight: Flight)
     assert [cached(flight, prompt, salt) for salt in ("3", "3")] == [0, 256]
 
 
-def test_a_completion_goes_on_behind_its_first_tokens_in_another_request(flight: Flight) -> None:
+def test_sample_with_begun_tokens_continues_identically(flight: Flight) -> None:
     """Greedily it ends as it would have; with some of a prompt's completions whole, and some not begun."""
     prompts = prompts_of(12, first=5)
     settings = {"max_tokens": 60, "temperature": 0.0, "repetition_penalty": 1.3}  # of prompt and completion
@@ -128,7 +128,7 @@ def test_a_completion_goes_on_behind_its_first_tokens_in_another_request(flight:
             assert (now.num_begun, now.finish_reason) == (num_first, expected.finish_reason)
 
 
-def test_an_engine_says_what_it_has_of_each_completion_by_now(flight: Flight) -> None:
+def test_so_far_returns_tokens_of_each_open_completion(flight: Flight) -> None:
     """Also of one that goes on behind its first tokens, and of those that wait for the last of their prompt."""
     prompts = prompts_of(12, first=1)
     expected = undisturbed(flight, prompts)
@@ -148,7 +148,7 @@ def test_an_engine_says_what_it_has_of_each_completion_by_now(flight: Flight) ->
     assert flight.client.call("so_far", CALL_S) == {}
 
 
-def test_a_paused_engine_that_owes_completions_is_not_stuck(flight: Flight) -> None:
+def test_look_for_stall_on_paused_engine_returns_none(flight: Flight) -> None:
     ids, _ = flight.under_way(prompts_of(12), COPIES)
     for _ in range(3):
         assert flight.client._look_for_stall(10_000.0) is None
@@ -182,7 +182,7 @@ def filled(flight: Flight, batch: Batch, running: int) -> dict[int, int] | None:
 
 
 @pytest.mark.parametrize("num_spare", [1, 0])
-def test_the_verification_waits_for_no_completion_where_a_place_is_spared(flight: Flight, num_spare: int) -> None:
+def test_verification_with_spare_slot_waits_for_no_completion(flight: Flight, num_spare: int) -> None:
     settings = {"max_tokens": NUM_TOKENS}
     prompts = prompts_of(12, first=3)
     requests = [Request(token_ids=each, n=5, seed=10 * row, overrides=settings) for row, each in enumerate(prompts)]

@@ -95,7 +95,7 @@ def check_steps(model: PeftModel, local: LocalVLLM, progress: Progress) -> list[
         ),
     ],
 )
-def test_adapters_travel_alone(family: str, config: dict, tmp_path: Path) -> None:
+def test_sync_of_supported_lora_sends_adapter_bytes_only(family: str, config: dict, tmp_path: Path) -> None:
     folder = save_tiny_model(family, tmp_path / "model")
     model = wrapped(folder, **config)
     with engine_of(model, folder, tmp_path, "adapter") as (local, progress):
@@ -117,7 +117,7 @@ def test_adapters_travel_alone(family: str, config: dict, tmp_path: Path) -> Non
         ("qwen3-moe", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
     ],
 )
-def test_what_vllm_cannot_hold_is_merged(family: str, config: dict, tmp_path: Path) -> None:
+def test_sync_of_unsupported_lora_sends_merged_weights(family: str, config: dict, tmp_path: Path) -> None:
     folder = save_tiny_model(family, tmp_path / "model")
     model = wrapped(folder, r=4, lora_alpha=16, **config)
     with engine_of(model, folder, tmp_path, "merge") as (local, progress):
@@ -126,7 +126,7 @@ def test_what_vllm_cannot_hold_is_merged(family: str, config: dict, tmp_path: Pa
     assert later[0] < first  # layers without adapters stay behind
 
 
-def test_swapped_adapters_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_with_swapped_adapters_raises_and_removes_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if one layer got another's, of the same shape, while B is zero in both."""
     folder = save_tiny_model("llama-untied", tmp_path / "model")
     model = wrapped(folder, r=4, lora_alpha=16, target_modules=["q_proj", "o_proj"])
@@ -149,7 +149,7 @@ def test_swapped_adapters_are_found_out(tmp_path: Path, monkeypatch: pytest.Monk
             assert ".lora_B." not in name or not parameter.any(), "the noise is gone"
 
 
-def test_a_layer_that_the_engine_does_not_adapt_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_with_layer_unknown_to_engine_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM would leave it out without a word."""
     folder = save_tiny_model("llama-untied", tmp_path / "model")
     model = wrapped(folder, r=4, lora_alpha=16, target_modules=["q_proj", "o_proj"])

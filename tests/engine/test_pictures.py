@@ -53,7 +53,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
         client.close()
 
 
-def test_the_engine_computes_what_the_model_does_behind_a_picture(there: SimpleNamespace) -> None:
+def test_prompt_logprobs_behind_image_match_model(there: SimpleNamespace) -> None:
     probe = picture_probe(there.processor, "3+4 is more than 5+6")
     with torch.no_grad():
         logprobs = there.model(**probe.inputs).logits[:, :-1].log_softmax(-1)
@@ -88,7 +88,7 @@ def verifier(there: SimpleNamespace, pictures: PictureProbe) -> Verifier:
     )
 
 
-def test_a_verification_fails_where_the_engine_sees_another_picture(there: SimpleNamespace) -> None:
+def test_verification_with_other_image_in_engine_refuses(there: SimpleNamespace) -> None:
     probe = picture_probe(there.processor, "3+4 is more than 5+6")
     verified = verifier(there, probe)
     gap, _ = verified.verify(1, engines_work=True) or pytest.fail("no engine was asked")
@@ -102,7 +102,7 @@ def test_a_verification_fails_where_the_engine_sees_another_picture(there: Simpl
     assert "log-probabilities of the same tokens behind an image differ by" in blind.statement(verdict, gap, 1)
 
 
-def test_a_tower_with_other_weights_fails_the_verification(there: SimpleNamespace) -> None:
+def test_verification_with_changed_vision_tower_refuses(there: SimpleNamespace) -> None:
     """Text alone would not show it."""
     probe = picture_probe(there.processor, "3+4 is more than 5+6")
     weight = there.model.model.vision_tower.get_parameter("embeddings.patch_embedding.weight")
@@ -118,7 +118,7 @@ def test_a_tower_with_other_weights_fails_the_verification(there: SimpleNamespac
     assert changed.judge(gap, was_sent_again=False) is GapVerdict.REFUSE
 
 
-def test_a_prompt_that_the_engine_expands_otherwise_is_refused_with_both_lengths(there: SimpleNamespace) -> None:
+def test_pool_with_other_image_expansion_refuses_row_with_both_lengths(there: SimpleNamespace) -> None:
     probe = picture_probe(there.processor, "3+4 is more than 5+6")
     ids = probe.inputs["input_ids"][0].numpy().astype(np.int32)
     image = there.model.config.image_token_id

@@ -28,7 +28,7 @@ def sampled(model: Path, folder: Path, requests: list[Request], **engine_args: i
     return to_lists(completions)[0]
 
 
-def test_prompts_in_several_parts_are_sampled_as_whole_ones(tiny_model: Path, tmp_path: Path) -> None:
+def test_seeded_sampling_with_chunked_prompts_matches_whole_prompts(tiny_model: Path, tmp_path: Path) -> None:
     """On CPUs vLLM's engine would die of the first part (0.31)."""
     rng = np.random.default_rng(0)
     requests = [Request(token_ids=rng.integers(5, 90, 150).astype(np.int32), n=2, seed=10 * row) for row in range(6)]

@@ -22,7 +22,7 @@ SLOW_S = 1.5  # of the history, which no step without a wish comes near
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_slow_step_does_nothing_and_one_that_never_ends_is_a_death(
+def test_stall_detection_spares_slow_step_and_ends_stuck_engine(
     tensor_parallel_size: int, tiny_model: Path, tmp_path: Path
 ) -> None:
     next_step = NextStep(tmp_path)

@@ -45,7 +45,9 @@ def disturb(model: torch.nn.Module, seed: int) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
 
 
-def test_syncs_are_right_after_large_changes(local: LocalVLLM, model: torch.nn.Module, progress: Progress) -> None:
+def test_weight_sync_after_large_changes_matches_model(
+    local: LocalVLLM, model: torch.nn.Module, progress: Progress
+) -> None:
     for step in range(3):
         progress.step = step
         disturb(model, step)
@@ -59,14 +61,14 @@ def test_syncs_are_right_after_large_changes(local: LocalVLLM, model: torch.nn.M
         assert local.engines.clients[0].call("weight_version", 10) == str(step)
 
 
-def test_bits_that_the_trainer_did_not_send_are_refused_by_name(local: LocalVLLM) -> None:
+def test_check_bits_with_other_sums_names_tensor(local: LocalVLLM) -> None:
     """The workers still have their sums of the last weight sync, which were what the trainer had sent."""
     client = local.engines.clients[0]
     with pytest.raises(EngineError, match=r"changed 1 tensors \[GRPO-506\]: model\.norm\.weight: other bits arrived"):
         client.call("check_bits", 60, sent={"model.norm.weight": 0})
 
 
-def test_samples_differ_and_a_repeated_step_repeats_them(local: LocalVLLM, progress: Progress) -> None:
+def test_generate_repeats_samples_of_repeated_step_only(local: LocalVLLM, progress: Progress) -> None:
     progress.step = 10
     _, first, _, _ = local.generate(PROMPTS, None, 1)
     _, second, _, _ = local.generate(PROMPTS, None, 1)  # a second batch of the same step
@@ -84,14 +86,14 @@ def test_samples_differ_and_a_repeated_step_repeats_them(local: LocalVLLM, progr
         assert first[one] != first[two]
 
 
-def test_prompts_that_do_not_fit_one_step(local: LocalVLLM, model: torch.nn.Module) -> None:
+def test_generate_with_prompts_beyond_one_step_matches_model(local: LocalVLLM, model: torch.nn.Module) -> None:
     """A step takes 64 tokens: vLLM would cut the second prompt in two, and die of its seed."""
     prompts = [[5 + row] * 40 for row in range(4)]
     _, completions, logprobs, _ = local.generate(prompts, None, 1)
     assert sampled_gap(model, prompts, completions, logprobs) < 1e-3
 
 
-def test_a_completion_ends_where_the_trainer_counts_an_end(local: LocalVLLM) -> None:
+def test_generate_ends_completions_at_trainer_end_tokens(local: LocalVLLM) -> None:
     """Also at a token that the engine's generation_config.json does not have; the token is there, and the last one."""
     _, completions, logprobs, _ = local.generate([[5, 6, row % 8 + 2] for row in range(64)], None, 1)
     ended = [completion for completion in completions if completion[-1] in END_TOKENS]
@@ -101,7 +103,7 @@ def test_a_completion_ends_where_the_trainer_counts_an_end(local: LocalVLLM) -> 
     assert [len(row) for row in completions] == [len(row) for row in logprobs]
 
 
-def test_no_rows_and_a_long_prompt(local: LocalVLLM) -> None:
+def test_generate_accepts_no_rows_and_refuses_long_prompt(local: LocalVLLM) -> None:
     assert local.generate([], None, 1)[1] == []
     _, completions, logprobs, _ = local.generate([[5, 6], [5] * 48], None, 1)
     assert local.refused_rows == [False, True]
@@ -113,7 +115,7 @@ def test_no_rows_and_a_long_prompt(local: LocalVLLM) -> None:
     assert len(completions[0]) <= 2  # cut at the engine's length
 
 
-def test_wrong_values_are_refused_and_the_engine_ended(
+def test_weight_sync_with_wrong_values_raises_and_ends_engine(
     local: LocalVLLM, progress: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Last of those that share an engine."""
@@ -157,7 +159,7 @@ def balance(model: torch.nn.Module) -> None:
     "family",
     ["qwen2-tied", *(pytest.param(each, marks=pytest.mark.long) for each in ("llama-untied", "qwen3-moe", "glm4-moe"))],
 )
-def test_frozen_layers_stay_behind_and_the_engine_stays_right(
+def test_weight_sync_with_frozen_layers_skips_them_and_matches_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tied (with biases), untied, experts, experts with a router's bias.
@@ -206,7 +208,7 @@ def test_frozen_layers_stay_behind_and_the_engine_stays_right(
             local.sync_weights()
 
 
-def test_a_router_keeps_float32_in_a_bfloat16_engine(tmp_path: Path) -> None:
+def test_weight_sync_to_bfloat16_engine_keeps_router_in_float32(tmp_path: Path) -> None:
     path = save_tiny_model("glm4-moe", tmp_path / "model")
     trained = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     progress = Progress()

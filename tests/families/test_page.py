@@ -9,7 +9,7 @@ from tests.families.page import ROOT
 
 
 @pytest.mark.long
-def test_the_page_says_what_vllm_says() -> None:
+def test_families_page_matches_vllm() -> None:
     command = [sys.executable, "-m", "tests.families.page", "--check"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]

@@ -13,7 +13,7 @@ from tests.faults.stamps import code_of
 from tests.support.launching import Job
 
 
-def test_no_cell_is_empty_without_a_reason() -> None:
+def test_matrix_gives_reason_for_each_empty_cell() -> None:
     everything = list(cells())
     assert len(everything) == len(FAULTS) * len(PHASES) * len(LAYOUTS) == len({cell.name for cell in everything})
     for cell in everything:
@@ -24,7 +24,7 @@ def test_no_cell_is_empty_without_a_reason() -> None:
     assert {cell.name for cell in find(list(chosen))} == chosen
 
 
-def test_the_page_says_what_is_known() -> None:
+def test_faults_page_matches_results() -> None:
     assert page.PAGE.read_text() == page.page(page.read_results()), "python -m tests.faults.page writes it"
 
 
@@ -32,7 +32,7 @@ CELL = find(["host-killed/train/one"])[0]
 GOOD = {"wrong": [], "seconds": 7.2, "record": "", "left": [], "commit": "abc", "date": "2026-01-02"}
 
 
-def test_a_result_holds_for_the_code_that_it_is_of() -> None:
+def test_state_of_result_from_other_code_is_stale() -> None:
     for result, state in (
         ({}, page.NOT_RUN),
         ({**GOOD, "code": code_of(CELL)}, page.HOLDS),
@@ -51,7 +51,7 @@ def test_a_result_holds_for_the_code_that_it_is_of() -> None:
         assert ("1 of commit abc (2026-01-02)" in page.page(results)) == bool(result)
 
 
-def test_what_cannot_change_how_a_cell_ends_leaves_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_cell_ignores_comments_and_unrelated_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def code(source: str, cell: Cell = CELL) -> str:
         stamps._files.cache_clear()
         (tmp_path / "grpo" / "faults").mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ DIED = "the process of rank 1 (pid 7) died without a word: killed? [GRPO-601]"
         ("the job failed on A", {}, [], [0, 1]),  # a launcher says so
     ],
 )
-def test_every_rank_has_to_tell(
+def test_silent_ranks_returns_ranks_without_report(
     output: str, logs: dict[int, str], struck: list[int], silent: list[int], tmp_path: Path
 ) -> None:
     job = Job(launchers=[], log=tmp_path / "job.log", output_dir=tmp_path, temporary=tmp_path, orphans_before=set())
@@ -96,7 +96,7 @@ def test_every_rank_has_to_tell(
     assert silent_ranks(job, struck) == silent
 
 
-def test_where_a_job_writes_is_no_phase(tmp_path: Path) -> None:
+def test_judge_ignores_phase_in_output_folder_name(tmp_path: Path) -> None:
     """Its folder's name stands in what a record quotes of logs."""
     record = "node 0 (h), rank 0, phase 'train': EngineDied; the last lines of runs/host-killed-start-one/engine.log:"
     job = Job(launchers=[], log=tmp_path / "job.log", output_dir=tmp_path, temporary=tmp_path, orphans_before=set())
@@ -114,7 +114,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
 
 
 @pytest.mark.parametrize("name", [*IN_TESTS, *(pytest.param(each, marks=pytest.mark.long) for each in IN_LONG_TESTS)])
-def test_a_fault_ends_as_promised(name: str, ground: Ground, tmp_path: Path) -> None:
+def test_run_cell_ends_as_expected(name: str, ground: Ground, tmp_path: Path) -> None:
     (cell,) = find([name])
     result = run_cell(cell, ground, tmp_path / "out")
     assert result.wrong == [], result

@@ -11,7 +11,9 @@ from tests.gpu.jobs import by_accelerate, finish, largest_gap, launch, save_mode
 @pytest.mark.gpus(8)
 @pytest.mark.job
 @pytest.mark.takes(150)
-def test_two_nodes_of_four(tmp_path: Path, figure: Callable[[str, float, str], None]) -> None:
+def test_job_on_two_nodes_of_four_gpus_finishes_on_policy(
+    tmp_path: Path, figure: Callable[[str, float, str], None]
+) -> None:
 
     model, out = save_model("llama-untied", tmp_path / "model"), tmp_path / "out"
     script = tiny_script(model, out, vllm_reserved_gpus=1)

@@ -20,7 +20,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout(layout: str, tmp_path: Path, figure: Callable[[str, float, str], None]) -> None:
+def test_job_in_each_layout_finishes_on_policy(
+    layout: str, tmp_path: Path, figure: Callable[[str, float, str], None]
+) -> None:
 
     family, nodes, gpus, reserved, config = LAYOUTS[layout]
     model, out = save_model(family, tmp_path / "model"), tmp_path / "out"

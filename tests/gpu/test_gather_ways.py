@@ -12,7 +12,9 @@ from tests.gpu.requirements import rehearsed
 @pytest.mark.gpus(3)
 @pytest.mark.job
 @pytest.mark.takes(120)
-def test_all_gather_against_shards_to_the_sender(tmp_path: Path, figure: Callable[[str, float, str], None]) -> None:
+def test_gather_by_exchange_receives_shards_on_sender_only(
+    tmp_path: Path, figure: Callable[[str, float, str], None]
+) -> None:
     """Two ranks and an engine: every rank receives the other's half in an all-gather, one of them otherwise."""
     from bench.weight_sync import figures_of, run_ranks
 

@@ -13,7 +13,7 @@ from tests.gpu.requirements import num_gpus, rehearsed
 @pytest.mark.gpus(1)
 @pytest.mark.job
 @pytest.mark.takes(60)
-def test_the_doctor_counts_the_gpus(tmp_path: Path) -> None:
+def test_doctor_on_gpu_machine_finds_all_gpus(tmp_path: Path) -> None:
     """Its verdict is the machine's; here it must have looked, and found every GPU."""
     found = num_gpus()
     command = [*on_gpus(0, found), sys.executable, "-m", "grpo", "doctor", "--json"]

@@ -59,7 +59,7 @@ def disturb(model: torch.nn.Module, seed: int) -> None:
 @pytest.mark.rehearsable
 @pytest.mark.takes(90)
 @pytest.mark.parametrize("case", CASES)
-def test_an_engine_holds_what_it_was_sent(
+def test_engine_on_one_gpu_samples_with_synced_weights(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Callable[[str, float, str], None]
 ) -> None:
     from transformers import AutoModelForCausalLM, Qwen3Config

@@ -26,7 +26,7 @@ def shards_of(whole: torch.Tensor, ranks: int) -> torch.Tensor:
     [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
     ids=["float32-bf16", "bf16-bf16"],
 )
-def test_rows_of_28_ranks_are_the_whole_parameter(held: torch.dtype, wire: torch.dtype, device: torch.device) -> None:
+def test_put_rows_of_28_ranks_restores_parameters(held: torch.dtype, wire: torch.dtype, device: torch.device) -> None:
     """A bucket of several parameters, gathered together: a parameter's rows are columns of what arrived."""
     torch.manual_seed(0)
     wholes = [torch.randn(size, device=device).to(held) for size in SIZES]
@@ -47,7 +47,7 @@ def test_rows_of_28_ranks_are_the_whole_parameter(held: torch.dtype, wire: torch
 
 
 @pytest.mark.gpus(1)
-def test_time_to_put_15_gb_together(figure: Callable[[str, float, str], None]) -> None:
+def test_put_rows_of_15_gb_measures_time(figure: Callable[[str, float, str], None]) -> None:
     """A model of 7.6 B parameters, bucket by bucket as in a weight sync: 512 MiB of bf16 out of what 28 ranks have
     sent."""
     bucket = 2**28 + 1  # elements; does not divide

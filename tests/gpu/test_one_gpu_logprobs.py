@@ -13,7 +13,7 @@ LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 @pytest.mark.requires("transformers", "trl")
 @pytest.mark.parametrize("dtype", LIMITS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("family", ["qwen3-tied", "llama-untied"])
-def test_trainer_logprobs_are_log_softmax(
+def test_trainer_logprobs_match_log_softmax(
     family: str, dtype: torch.dtype, device: torch.device, figure: Callable[[str, float, str], None]
 ) -> None:
     from transformers import AutoModelForCausalLM

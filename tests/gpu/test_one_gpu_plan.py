@@ -52,7 +52,7 @@ def planned(model: Path, data: Path) -> dict[str, int]:
 @pytest.mark.requires("deepspeed", "transformers", "trl", "accelerate", "datasets", "rich", "psutil")
 @pytest.mark.rehearsable
 @pytest.mark.takes(180)
-def test_the_plan_against_the_allocator(tmp_path: Path, figure: Callable[[str, float, str], None]) -> None:
+def test_plan_of_training_memory_matches_allocator(tmp_path: Path, figure: Callable[[str, float, str], None]) -> None:
     import torch
     from transformers import Qwen2Config
 

@@ -70,7 +70,7 @@ def made_up(dtype: torch.dtype, device: torch.device) -> MadeUpSource:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
-def test_what_arrives_is_bit_equal(
+def test_nccl_transport_delivers_equal_bits(
     dtype: torch.dtype,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -86,7 +86,7 @@ def test_what_arrives_is_bit_equal(
     figure("bit-equal in each of two weight syncs", report.num_bytes / 1e6, "MB")
 
 
-def test_sums_of_bits_are_the_same_on_every_device(device: torch.device) -> None:
+def test_page_sum_is_equal_on_every_device(device: torch.device) -> None:
     draw = torch.Generator().manual_seed(0)
     memory = torch.randint(0, 256, (6 * PAGE_BYTES + 99,), dtype=torch.uint8, generator=draw)
     there = memory.to(device)
@@ -96,7 +96,7 @@ def test_sums_of_bits_are_the_same_on_every_device(device: torch.device) -> None
 
 
 @pytest.mark.parametrize("fault", ["drop", "repeat", "swap"])
-def test_a_page_that_changes_on_the_wire_is_named(
+def test_check_of_bits_with_changed_page_names_tensor(
     fault: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums are queued on the streams on which buckets are filled and received."""
@@ -117,7 +117,7 @@ def test_a_page_that_changes_on_the_wire_is_named(
     assert "bucket0.0: other bits arrived than were sent" in str(error)
 
 
-def test_what_the_check_of_bits_costs(device: torch.device, monkeypatch: pytest.MonkeyPatch, figure: Figure) -> None:
+def test_check_of_bits_measures_time(device: torch.device, monkeypatch: pytest.MonkeyPatch, figure: Figure) -> None:
     source = made_up(torch.bfloat16, device)
     one = WeightSync(source, Wire(device.type), monkeypatch)
     seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -131,7 +131,7 @@ def test_what_the_check_of_bits_costs(device: torch.device, monkeypatch: pytest.
     figure("a weight sync with it", 1e3 * with_sums, "ms")
 
 
-def test_an_engine_that_answers_early_gets_wrong_weights(
+def test_nccl_transport_with_early_answer_delivers_wrong_weights(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, figure: Figure
 ) -> None:
     """The test above can fail: a buffer is filled again while its broadcast still waits on the stream."""
@@ -148,7 +148,7 @@ def test_an_engine_that_answers_early_gets_wrong_weights(
     assert wrong > NUM_BUCKETS / 2
 
 
-def test_a_broadcast_that_fails_ends_the_sync_after_the_whole_walk(
+def test_sync_with_failed_broadcast_returns_error_after_all_fills(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = made_up(torch.bfloat16, device)
@@ -212,7 +212,7 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated()
 
 
-def test_a_sync_of_7b_gives_its_memory_back(
+def test_sync_of_7b_model_frees_its_memory(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, figure: Figure
 ) -> None:
     """Beside a trainer that has filled its GPU: nothing from the connection on, the packed buffers during a weight sync

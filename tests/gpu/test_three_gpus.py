@@ -25,7 +25,7 @@ FIRST_STEP_S = 120  # from the launch: a group that hangs at its creation does s
 
 
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun", "torchrun-ddp"])
-def test_the_first_step_comes_within_two_minutes(launcher: str, tmp_path: Path, figure: Figure) -> None:
+def test_job_on_three_gpus_logs_first_step_within_120_s(launcher: str, tmp_path: Path, figure: Figure) -> None:
     """DeepSpeed binds each rank's GPU to the default group; no group made after that may wait for a split of it."""
     model, out = save_model("qwen3-tied", tmp_path / "model"), tmp_path / "out"
     if launcher == "accelerate":
@@ -45,5 +45,5 @@ def test_the_first_step_comes_within_two_minutes(launcher: str, tmp_path: Path, 
 
 
 @pytest.mark.takes(300)
-def test_benchmark_sync(tmp_path: Path, figure: Figure) -> None:
+def test_sync_benchmark_reports_figures(tmp_path: Path, figure: Figure) -> None:
     benchmark("sync", tmp_path, figure, gpus=3)

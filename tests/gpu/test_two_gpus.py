@@ -36,7 +36,7 @@ def one_rank(script: list[str]) -> Callable[[int], list[str]]:
 
 
 @pytest.mark.takes(180)
-def test_the_demo_in_bf16(tmp_path: Path, figure: Figure) -> None:
+def test_demo_in_bf16_finishes_on_policy(tmp_path: Path, figure: Figure) -> None:
     """The first command that a user runs, cut to 20 steps; the engine as users have it, compiled."""
 
     out = tmp_path / "out"
@@ -55,7 +55,7 @@ def test_the_demo_in_bf16(tmp_path: Path, figure: Figure) -> None:
 
 
 @pytest.mark.parametrize("backend", ["nccl", "shm"])
-def test_one_gpu_trains_and_one_generates(backend: str, tmp_path: Path, figure: Figure) -> None:
+def test_job_where_one_gpu_trains_and_one_generates_is_on_policy(backend: str, tmp_path: Path, figure: Figure) -> None:
     model, out = save_model("qwen3-tied", tmp_path / "model"), tmp_path / "out"
     script = tiny_script(model, out, vllm_reserved_gpus=1, vllm_sync_backend=backend)
     steps = finish(launch(one_rank(script), out))
@@ -63,7 +63,7 @@ def test_one_gpu_trains_and_one_generates(backend: str, tmp_path: Path, figure: 
 
 
 @pytest.mark.takes(150)
-def test_a_compiled_engine_samples_with_the_weights_of_every_sync(tmp_path: Path, figure: Figure) -> None:
+def test_compiled_engine_samples_with_weights_of_each_sync(tmp_path: Path, figure: Figure) -> None:
     """The engine as users have it: compiled, its decoding in CUDA graphs, which were captured before any weight sync.
 
     A graph that kept old weights would sample with them. The trainer's log-probabilities of what was sampled, by the
@@ -86,7 +86,7 @@ def test_a_compiled_engine_samples_with_the_weights_of_every_sync(tmp_path: Path
 
 @pytest.mark.takes(150)
 @pytest.mark.parametrize("backend", ["nccl", "shm"])
-def test_adapters_travel_alone(backend: str, tmp_path: Path, figure: Figure) -> None:
+def test_lora_job_on_two_gpus_syncs_adapters_alone(backend: str, tmp_path: Path, figure: Figure) -> None:
     """vLLM's kernels for GPUs, in graphs that were captured before any adapter came; the trial is a part of it."""
     model, out = save_model("qwen3-tied", tmp_path / "model"), tmp_path / "out"
     lora = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
@@ -100,7 +100,7 @@ def test_adapters_travel_alone(backend: str, tmp_path: Path, figure: Figure) -> 
 
 
 @pytest.mark.takes(270)
-def test_model_runners_v1_and_v2_sample_and_score_alike(tmp_path: Path, figure: Figure) -> None:
+def test_model_runner_v2_with_same_seed_repeats_most_completions(tmp_path: Path, figure: Figure) -> None:
     """vLLM takes model runner V2 on GPUs, V1 on CPUs, where everything else was seen. Twice V2, once V1, same seeds.
 
     Both must pass the proof of every weight sync (prompt log-probabilities, and a prefix cache that was dropped). That
@@ -121,7 +121,7 @@ def test_model_runners_v1_and_v2_sample_and_score_alike(tmp_path: Path, figure: 
 
 
 @pytest.mark.takes(200)
-def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_resumed_job_on_two_gpus_continues_from_checkpoint(tmp_path: Path) -> None:
     """A checkpoint holds the GPU's random state and ZeRO's shards; the second launch begins with step 3."""
     out = tmp_path / "out"
     flags = [str(ROOT / "train.py"), "--output_dir", str(out), "--logging_steps", "1", "--save_strategy", "steps"]
@@ -132,7 +132,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.takes(60)
-def test_the_bandwidth_of_two_ranks_over_nccl(tmp_path: Path) -> None:
+def test_doctor_bandwidth_of_two_ranks_over_nccl_reports_rate(tmp_path: Path) -> None:
     flags = ["-m", "grpo.ops.doctor.bandwidth", "--size-mb", "64", "--deadline", "120", "--params-b", "0.5"]
     job = launch(by_accelerate(flags, gpus_per_node=2, reserved=0), tmp_path / "out")
     try:
@@ -149,9 +149,7 @@ def shares_equal(one: list[list[int]], other: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("target", ["inner", "host"])
 @pytest.mark.parametrize("hold", ["first-sync", "sync"])
-def test_an_engine_that_is_killed_in_a_sync_ends_the_job(
-    hold: str, target: str, tmp_path: Path, figure: Figure
-) -> None:
+def test_engine_killed_in_sync_ends_job_with_one_record(hold: str, target: str, tmp_path: Path, figure: Figure) -> None:
     """The trainer sits in `ncclBroadcast`, the weight sync group's first in the first weight sync, while its abort
     comes from another
     thread: the job, which may not start another one, must still end with the engine's record, and leave nothing."""
@@ -188,5 +186,5 @@ def inner_process(host: int) -> int:
 
 
 @pytest.mark.takes(600)
-def test_benchmark_overlap(tmp_path: Path, figure: Figure) -> None:
+def test_overlap_benchmark_reports_figures(tmp_path: Path, figure: Figure) -> None:
     benchmark("overlap", tmp_path, figure, gpus=2)

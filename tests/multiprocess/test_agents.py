@@ -23,7 +23,7 @@ def start_way(way: str, model: Path, out: Path) -> Job:
     return start(accelerate_command(script, ranks_per_node=2, port=free_port()), out)
 
 
-def test_an_agent_whose_engine_is_killed_trains_on_what_the_tool_loop_does(calculator: Path, tmp_path: Path) -> None:
+def test_agent_after_engine_kill_trains_on_same_rows_as_tool_loop(calculator: Path, tmp_path: Path) -> None:
     """Thirty-two at once on each of two ranks."""
     plain = start_way("tools", calculator, tmp_path / "tools")
     plain_steps = finish(plain)

@@ -129,12 +129,12 @@ SHORT = ("scale",)
 NAMES = (*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG))
 
 
-def test_none_is_left_out() -> None:
+def test_benchmark_lists_cover_all_short_forms() -> None:
     assert {*LONG, *SHORT} == set(SHORT_FORMS)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_short_form_works(name: str, tmp_path: Path) -> None:
+def test_short_form_of_benchmark_writes_result(name: str, tmp_path: Path) -> None:
     output = tmp_path / f"{name}.json"
     command = [sys.executable, "-m", f"bench.{name}", "--device", "cpu", "--short", "--output", str(output)]
     job = start(lambda _: command, tmp_path / "job", env={"PYTHONPATH": str(ROOT)})

@@ -53,7 +53,7 @@ def doctor(name: str, folder: Path, port: int, *options: str, env: dict[str, str
     return Started(command, folder / f"{name}-{port}.log", env or {})
 
 
-def test_two_doctors_agree(tmp_path: Path) -> None:
+def test_doctor_on_two_nodes_passes_and_agrees_on_verdict(tmp_path: Path) -> None:
     port, output = free_port(), tmp_path / "runs" / "not-there-yet"
     options = ("--output-dir", str(output), "--json")
     ends = [started.end() for started in [doctor(name, tmp_path, port, *options) for name in "ba"]]
@@ -69,7 +69,7 @@ def test_two_doctors_agree(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".grpo-doctor-*"))
 
 
-def test_a_node_with_another_version_or_a_wrong_interface_is_named(tmp_path: Path) -> None:
+def test_doctor_with_other_version_or_interface_names_node(tmp_path: Path) -> None:
     metadata = tmp_path / "old" / "accelerate-1.13.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.13.0\n")
@@ -102,7 +102,7 @@ def on_two_nodes(what: list[str], folder: Path, ranks: tuple[int, int] = (1, 1))
     return [Started(command(node), folder / f"node{node}.log", {}) for node in range(2)]
 
 
-def test_the_bandwidth_of_two_nodes(tmp_path: Path) -> None:
+def test_bandwidth_of_two_nodes_reports_rates(tmp_path: Path) -> None:
     what = ["-m", "grpo.ops.doctor.bandwidth", "--size-mb", "4", "--deadline", "40", "--params-b", "0.5"]
     what += ["--", "--model_name_or_path", "m", "--fp16"]
     ends = [node.end() for node in on_two_nodes(what, tmp_path, ranks=(2, 1))]
@@ -137,7 +137,9 @@ sys.exit(bandwidth.main(["--size-mb", "1", "--deadline", "{deadline_s}"]))
     ],
     ids=["stuck", "failed"],
 )
-def test_a_node_that_does_not_go_on_is_named(fault: str, deadline_s: int, reported: str, tmp_path: Path) -> None:
+def test_bandwidth_with_stuck_or_failed_node_names_it(
+    fault: str, deadline_s: int, reported: str, tmp_path: Path
+) -> None:
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY.format(fault=fault, deadline_s=deadline_s))
     ends = [node.end() for node in on_two_nodes([str(script)], tmp_path)]

@@ -85,9 +85,7 @@ def asked(job: Job, step: int) -> list:
     return [line for line in lines_of(job, "asked-0.jsonl") if line["step"] == step]
 
 
-def test_a_signal_to_every_process_takes_the_engine_but_no_finished_step(
-    undisturbed: Job, stopped: Stopped, resumed: Job
-) -> None:
+def test_sigterm_to_all_processes_keeps_finished_steps(undisturbed: Job, stopped: Stopped, resumed: Job) -> None:
     """The same prompts and seeds again."""
     for job in (undisturbed, resumed):
         assert [job.rank(rank)["backend"] for rank in (0, 1)] == ["gloo", "gloo"]
@@ -115,7 +113,7 @@ def test_a_signal_to_every_process_takes_the_engine_but_no_finished_step(
     assert not (parts / "stop").exists()
 
 
-def test_the_same_samples_whatever_dies_and_when(undisturbed: Job, resumed: Job) -> None:
+def test_samples_after_engine_deaths_and_resume_match_undisturbed_run(undisturbed: Job, resumed: Job) -> None:
     """What is sampled after a step shows the weights that the step has made; and the stop has left none out."""
     steps = resumed.metrics()
     assert [line["step"] for line in steps] == [*range(1, STEPS + 1)]
@@ -139,7 +137,7 @@ def test_the_same_samples_whatever_dies_and_when(undisturbed: Job, resumed: Job)
         assert how in line, reported
 
 
-def test_one_of_two_engines_dies_while_it_samples_ahead(tiny_model: Path, tmp_path: Path) -> None:
+def test_death_of_one_of_two_engines_with_lookahead_reissues_requests(tiny_model: Path, tmp_path: Path) -> None:
     """The other one takes what it owed; it comes back with the next weight sync."""
     config = {"max_steps": 4, "generation_lookahead": 1, "vllm_engines_per_node": 2, "vllm_standby": True}
     job = start_tiny_job(tiny_model, tmp_path / "out", config=config, strikes=[("generate", 1, "inner")])

@@ -83,7 +83,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
 
 @pytest.mark.parametrize("of_set", SETS)
 @pytest.mark.parametrize("step", STEPS)
-def test_pass_at_k_is_that_of_the_rewards_own_log(of_set: str, step: int, evaluated: Evaluated) -> None:
+def test_pass_at_k_matches_reward_log(of_set: str, step: int, evaluated: Evaluated) -> None:
     rows = evaluated.completions(of_set, step)
     groups = [rows[start : start + NUM_GENERATIONS] for start in range(0, len(rows), NUM_GENERATIONS)]
     assert [len({prompt for prompt, *_ in group}) for group in groups] == [1] * SETS[of_set]
@@ -94,7 +94,7 @@ def test_pass_at_k_is_that_of_the_rewards_own_log(of_set: str, step: int, evalua
     assert line[f"eval_{of_set}_avg@4"] == pytest.approx(rewards.mean(), abs=1e-6)
 
 
-def test_each_set_is_sampled_as_it_says(evaluated: Evaluated) -> None:
+def test_eval_sets_use_their_sampling_settings(evaluated: Evaluated) -> None:
     """Greedy twice is equal, as the weights are, while others differ from step to step."""
     greedy, hot = ([evaluated.completions(of_set, step) for step in STEPS] for of_set in SETS)
     assert greedy[0] == greedy[1]
@@ -106,7 +106,7 @@ def test_each_set_is_sampled_as_it_says(evaluated: Evaluated) -> None:
     assert not [name for line in evaluated.lines["hot"].values() for name in line if "sampling/" in name]
 
 
-def test_completions_of_each_set_stand_side_by_side_over_the_steps(evaluated: Evaluated) -> None:
+def test_read_completions_of_eval_sets_lists_all_steps(evaluated: Evaluated) -> None:
     out = evaluated.folder / "out"
     rows = pq.read_table(out / "completions" / "eval-hot-step-00000002.parquet").to_pylist()
     assert {row["completion"] for row in rows} <= {said for _, said, _ in evaluated.completions("hot", 2)}
@@ -123,7 +123,7 @@ def test_completions_of_each_set_stand_side_by_side_over_the_steps(evaluated: Ev
 
 
 @pytest.mark.parametrize("step", [STEPS[0], *(pytest.param(step, marks=pytest.mark.long) for step in STEPS[1:])])
-def test_grpo_eval_measures_what_the_run_measured(
+def test_grpo_eval_of_checkpoint_matches_run_metrics(
     step: int, evaluated: Evaluated, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)  # reward functions are imported from there, as the run has
@@ -137,7 +137,7 @@ def test_grpo_eval_measures_what_the_run_measured(
         assert (each["num_prompts"], each["num_refused"]) == (SETS[each["name"]], 0)
 
 
-def test_grpo_eval_of_one_set_under_other_flags(
+def test_grpo_eval_of_one_set_with_temperature_0_samples_greedily(
     evaluated: Evaluated, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -80,7 +80,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_export_is_what_the_ranks_held(trained: Path, case: str, tmp_path: Path) -> None:
+def test_export_of_checkpoint_matches_weights_of_ranks(trained: Path, case: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     exported = export(trained / case / "checkpoint-1", out, Options())
     bf16 = CASES[case].get("bf16", False)
@@ -98,7 +98,7 @@ def test_the_export_is_what_the_ranks_held(trained: Path, case: str, tmp_path: P
     assert (out / "generation_config.json").exists()
 
 
-def test_zero2_without_safetensors(trained: Path, tmp_path: Path) -> None:
+def test_export_of_zero2_without_safetensors_matches_weights(trained: Path, tmp_path: Path) -> None:
     checkpoint = shutil.copytree(trained / "zero2" / "checkpoint-1", tmp_path / "checkpoint-1")
     (checkpoint / "model.safetensors").unlink()
     exported = export(checkpoint, tmp_path / "out", Options(allow_incomplete=True))
@@ -107,7 +107,7 @@ def test_zero2_without_safetensors(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["experts", "experts-gathered"])
-def test_a_wider_dtype_comes_from_the_master_weights(trained: Path, case: str, tmp_path: Path) -> None:
+def test_export_in_wider_dtype_uses_master_weights(trained: Path, case: str, tmp_path: Path) -> None:
     exported = export(trained / case / "checkpoint-1", tmp_path / "out", Options(dtype=torch.float32))
     assert "ZeRO-3" in exported.origin
     held = load_file(trained / case / "held.safetensors")
@@ -116,7 +116,7 @@ def test_a_wider_dtype_comes_from_the_master_weights(trained: Path, case: str, t
     assert not torch.equal(masters["lm_head.weight"], held["lm_head.weight"].float())
 
 
-def test_a_partition_that_is_missing_or_cut_short(
+def test_export_with_broken_partition_fails_and_writes_nothing(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = shutil.copytree(trained / "tied" / "checkpoint-1", tmp_path / "checkpoint-1")
@@ -154,7 +154,7 @@ def universal(folder: Path, out: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", ["tied", "experts", "zero2"])
-def test_reshaped_files_hold_the_same_numbers(trained: Path, case: str, tmp_path: Path) -> None:
+def test_reshape_zero_keeps_master_weights_and_moments(trained: Path, case: str, tmp_path: Path) -> None:
     """In many sub-groups; for DeepSpeed's converter they are of that many ranks as any others."""
     before = trained / case / "checkpoint-1" / "global_step1"
     held = universal(before, tmp_path / "held" / "universal")
@@ -167,7 +167,7 @@ def test_reshaped_files_hold_the_same_numbers(trained: Path, case: str, tmp_path
     assert {path.name for path in (tmp_path / "back").iterdir()} == {path.name for path in before.iterdir()}
 
 
-def test_vllm_loads_the_export_and_computes_the_same(trained: Path, tmp_path: Path) -> None:
+def test_vllm_with_exported_experts_matches_model(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(trained / "experts" / "checkpoint-1", out, Options(dtype=torch.float32))
     prompts = [[5, 6, 7, 8, 9, 10], [12, 3, 20]]

@@ -22,7 +22,7 @@ def start_echo_job(out: Path, *, rank: int, phase: str, fails: bool = False) -> 
 
 
 @pytest.mark.parametrize(("rank", "phase"), [(0, "generate"), (1, "sync")])
-def test_a_killed_rank_ends_the_others_out_of_a_collective(rank: int, phase: str, tmp_path: Path) -> None:
+def test_kill_of_rank_ends_other_rank_in_collective_with_one_record(rank: int, phase: str, tmp_path: Path) -> None:
     job = start_echo_job(tmp_path / "out", rank=rank, phase=phase)
     try:
         pids = [int(job.wait_for(f"at-{phase}-{each}", STARTUP_S).read_text()) for each in (0, 1)]
@@ -34,7 +34,7 @@ def test_a_killed_rank_ends_the_others_out_of_a_collective(rank: int, phase: str
     the_record(job, output, says=[f"rank {rank}", phase, "[GRPO-601]"], ranks=[1 - rank])
 
 
-def test_what_one_rank_says_at_the_end_of_a_phase_raises_everywhere(tmp_path: Path) -> None:
+def test_failure_of_one_rank_in_phase_raises_on_all_ranks(tmp_path: Path) -> None:
     job = start_echo_job(tmp_path / "out", rank=0, phase="engine start", fails=True)
     try:
         output = until_it_ends(job, STARTUP_S)

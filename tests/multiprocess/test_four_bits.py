@@ -44,7 +44,7 @@ def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-def test_the_engines_hold_what_training_computes_with(whole: Job) -> None:
+def test_qlora_engines_match_trainer_after_each_sync(whole: Job) -> None:
     lines = whole.metrics()
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert "the engines get the base once, then adapters alone" in whole.output()
@@ -60,7 +60,7 @@ def test_the_engines_hold_what_training_computes_with(whole: Job) -> None:
 
 
 @pytest.mark.long
-def test_two_and_two_steps_are_four(whole: Job, tiny_model: Path, tmp_path: Path) -> None:
+def test_qlora_resume_matches_whole_run(whole: Job, tiny_model: Path, tmp_path: Path) -> None:
     parts = tmp_path / "parts"
     shutil.copytree(whole.output_dir / "checkpoint-2", parts / "checkpoint-2")
     job = start_job(tiny_model, parts, config={"resume_from_checkpoint": "auto"})
@@ -77,9 +77,7 @@ def test_two_and_two_steps_are_four(whole: Job, tiny_model: Path, tmp_path: Path
     assert any((tensor != adapter_of(whole, 2)[name]).any() for name, tensor in before.items())
 
 
-def test_the_adapter_is_merged_into_the_base_that_was_not_quantised(
-    whole: Job, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_export_of_qlora_merges_into_unquantised_base(whole: Job, tiny_model: Path, tmp_path: Path) -> None:
     checkpoint = whole.output_dir / "checkpoint-4"
     assert not list(checkpoint.glob("model*.safetensors")), "the base is no part of it"
     assert grpo(["export", str(checkpoint), str(tmp_path / "merged"), "--merge"]) == 0

@@ -87,7 +87,7 @@ def logs_in(text: str) -> list[Path]:
 
 
 @pytest.mark.long
-def test_each_tier_reports_what_fails_hangs_and_is_skipped(tmp_path: Path) -> None:
+def test_gpu_report_of_each_tier_lists_failed_hung_and_skipped_tests(tmp_path: Path) -> None:
     stubs = tmp_path / "stubs"
     stubs.mkdir()
     (stubs / "conftest.py").write_text((ROOT / "tests" / "gpu" / "conftest.py").read_text())
@@ -128,10 +128,10 @@ def test_each_tier_reports_what_fails_hangs_and_is_skipped(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_the_job_with_a_compiled_engine_runs_on_cpus(tmp_path: Path) -> None:
+def test_gpu_job_with_compiled_engine_passes_on_cpus(tmp_path: Path) -> None:
     """All of it but the device: weight syncs to a compiled engine, and the last step, which shows weights that are
     old."""
-    done, report = rehearse(tmp_path / "report.md", "-k", "test_a_compiled_engine")
+    done, report = rehearse(tmp_path / "report.md", "-k", "test_compiled_engine")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "## What ran: 1 passed" in report
     assert "with weights of the step before" in report
@@ -141,14 +141,14 @@ def test_the_job_with_a_compiled_engine_runs_on_cpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "chosen",
     [
-        "the_demo",
+        "demo_in_bf16",
         "one_generates and shm",
         "alone and shm",
         "resumed or bandwidth",
         "killed and first-sync-inner",
     ],
 )
-def test_jobs_for_two_gpus_run_on_cpus(chosen: str, tmp_path: Path) -> None:
+def test_two_gpu_jobs_pass_on_cpus(chosen: str, tmp_path: Path) -> None:
     """One of each kind."""
     done, report = rehearse(tmp_path / "report.md", "-k", f"test_two_gpus and ({chosen})")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,7 +13,7 @@ STEPS = 45
 
 
 @pytest.mark.long
-def test_the_node_whose_engine_stays_behind_is_named_and_mended(tmp_path: Path) -> None:
+def test_guard_with_stale_engine_names_node_and_restores_it(tmp_path: Path) -> None:
     """At the demo's learning rate; the full weight sync behind the warning brings the layer."""
     model = save_tiny_model("qwen3-tied", tmp_path / "model")
     schedule = {"learning_rate": 4e-4, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10}

@@ -44,7 +44,7 @@ def is_on_policy(line: dict[str, Any]) -> bool:
     return max(line["weight_sync/logprob_gap_max"], line["sampling/sampling_logp_difference/max"]) < MAX_GAP
 
 
-def test_images_are_trained_on_beside_rows_without(tmp_path: Path) -> None:
+def test_image_job_with_mixed_rows_trains_vision_tower(tmp_path: Path) -> None:
     model = save_multimodal_model("llava", tmp_path / "llava")
     config = {"save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-3}
     job = start_tiny_job(
@@ -78,7 +78,7 @@ def test_images_are_trained_on_beside_rows_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_nodes_with_frozen_towers_and_an_engine_that_dies(tmp_path: Path) -> None:
+def test_image_job_with_frozen_towers_survives_engine_death(tmp_path: Path) -> None:
     """Evaluation too, and completions in the log, which TRL gathers with their images."""
     model = save_multimodal_model("llava", tmp_path / "llava")
     config = {
@@ -97,7 +97,7 @@ def test_two_nodes_with_frozen_towers_and_an_engine_that_dies(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_adapters_and_two_engines_on_images_in_messages(tmp_path: Path) -> None:
+def test_image_job_with_lora_and_two_engines_finishes_on_policy(tmp_path: Path) -> None:
     model = save_multimodal_model("llava", tmp_path / "llava")
     job = start_tiny_job(
         model, tmp_path / "out", lora={"r": 4, "target_modules": "all-linear"}, config={"vllm_engines_per_node": 2},
@@ -107,7 +107,7 @@ def test_adapters_and_two_engines_on_images_in_messages(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_positions_in_three_dimensions(tmp_path: Path) -> None:
+def test_image_job_with_mrope_positions_finishes_on_policy(tmp_path: Path) -> None:
     """Qwen3-VL: M-RoPE, and features of its tower in several layers of the decoder."""
     environment = with_torchvision(tmp_path / "torchvision")
     maker = "import sys; from pathlib import Path; from tests.support.multimodal_models import save_multimodal_model; "
@@ -124,7 +124,7 @@ def test_positions_in_three_dimensions(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_and_two_steps_are_four(tmp_path: Path) -> None:
+def test_image_job_resume_matches_whole_run(tmp_path: Path) -> None:
     model = save_multimodal_model("llava", tmp_path / "llava")
     config = {
         "use_vllm": True, "check_rewards": False, "vllm_max_model_length": 64, "save_steps": 2, "max_steps": 4,

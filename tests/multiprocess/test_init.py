@@ -62,7 +62,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return venv
 
 
-def test_the_folder_trains_without_a_checkout_and_without_the_tools(installed: Path, tmp_path: Path) -> None:
+def test_init_folder_from_wheel_trains_without_ops_package(installed: Path, tmp_path: Path) -> None:
     python = installed / "bin" / "python"
     assert run(python, "-c", "import grpo; print(grpo.__file__)", cwd=tmp_path).startswith(str(installed))
     mine = tmp_path / "mine"
@@ -89,14 +89,14 @@ def test_the_folder_trains_without_a_checkout_and_without_the_tools(installed: P
     assert (output_dir / "model.safetensors").exists()
 
 
-def test_the_wheel_passes_what_pypi_looks_at(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_and_sdist_pass_twine_check(wheel: Path, tmp_path: Path) -> None:
     twine = Path(sys.executable).with_name("twine")
     (sdist,) = wheel.parent.glob("*.tar.gz")
     assert run(twine, "check", "--strict", wheel, sdist, cwd=tmp_path).count("PASSED") == 2
 
 
 @pytest.mark.long
-def test_an_empty_environment_gets_it_with_its_extra_and_does_what_the_readme_says(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_in_empty_environment_runs_readme_commands(wheel: Path, tmp_path: Path) -> None:
     program = find_uv(sys.executable)
     if program is None:
         pytest.skip("uv cannot be had: pip does not find it, and none is on the PATH")

@@ -99,7 +99,7 @@ def by_ranks(node: int, nodes: Nodes) -> tuple[list[str], dict[str, str]]:
         pytest.param(by_ranks, (2, 1), id="ranks"),
     ],
 )
-def test_nodes_become_one_job(reported_by, counts: tuple[int, ...], nodes: Nodes) -> None:
+def test_launch_on_several_nodes_starts_one_job(reported_by, counts: tuple[int, ...], nodes: Nodes) -> None:
     count, differ = len(counts), len({*counts}) > 1
     places = [(node, local_rank) for node, each in enumerate(counts) for local_rank in range(each)]
     temporary = nodes.folder.parent / "tmp"
@@ -137,7 +137,7 @@ def test_nodes_become_one_job(reported_by, counts: tuple[int, ...], nodes: Nodes
         assert len(said.splitlines()) <= 6, said
 
 
-def test_who_does_not_come_is_named_by_all_who_came(nodes: Nodes, tmp_path: Path) -> None:
+def test_rendezvous_with_missing_node_names_it_on_all_nodes(nodes: Nodes, tmp_path: Path) -> None:
     words = ["--nodes", ",".join(ADDRESSES), "--join-timeout", "6"]
     for node in (0, 2):
         nodes.start(node, *words, "--node-rank", str(node), MISTAKE_JOB, str(nodes.folder))
@@ -154,7 +154,7 @@ def test_who_does_not_come_is_named_by_all_who_came(nodes: Nodes, tmp_path: Path
         assert "Traceback" not in "".join(log.read_text() for log in each.folder.glob("*.log"))
 
 
-def test_what_differs_between_nodes_is_said_on_all_of_them(nodes: Nodes) -> None:
+def test_rendezvous_with_differing_nodes_names_differences_on_all(nodes: Nodes) -> None:
     nodes.folder.mkdir()
     for node in (0, 1):
         own = nodes.folder / f"node{node}"
@@ -176,7 +176,7 @@ def test_what_differs_between_nodes_is_said_on_all_of_them(nodes: Nodes) -> None
         assert "script script.py" not in said, "the same on both"
 
 
-def test_two_jobs_at_once(nodes: Nodes, tmp_path: Path) -> None:
+def test_launch_of_two_jobs_at_once_fails_on_same_port_only(nodes: Nodes, tmp_path: Path) -> None:
     """Of one node each: nothing is shared. On the same port, two heads: the second one says so."""
     other = Nodes(tmp_path / "other", started=nodes.started)
     for each in (nodes, other):
@@ -211,7 +211,7 @@ def test_two_jobs_at_once(nodes: Nodes, tmp_path: Path) -> None:
         (["--rank", "1", MISTAKE_JOB], "unrecognized arguments: --rank"),
     ],
 )
-def test_mistakes_in_the_line(words: list[str], said: str, tmp_path: Path) -> None:
+def test_launch_with_wrong_options_names_mistake(words: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "tab.yaml").write_text("distributed_type: DEEPSPEED\n\tnum_processes: 2\n")
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "quoted.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: '2'\n")
@@ -226,7 +226,7 @@ def test_mistakes_in_the_line(words: list[str], said: str, tmp_path: Path) -> No
     assert len(done.stderr.splitlines()) <= 12
 
 
-def test_an_interrupt_without_a_trainer_ends_the_ranks(nodes: Nodes) -> None:
+def test_interrupt_of_launch_without_trainer_ends_ranks(nodes: Nodes) -> None:
     process = nodes.start(0, "--ranks-per-node", "2", MISTAKE_JOB, str(nodes.folder), "wait")
     while not all((nodes.folder / f"{rank}.json").exists() for rank in (0, 1)):
         assert process.poll() is None, nodes.said(0)
@@ -251,7 +251,7 @@ def test_an_interrupt_without_a_trainer_ends_the_ranks(nodes: Nodes) -> None:
         ),
     ],
 )
-def test_a_mistake_in_the_script_is_reported_once(
+def test_report_of_script_error_prints_once(
     script: str, arguments: list[str], said: list[str], nodes: Nodes, tmp_path: Path
 ) -> None:
     """By rank 0, without the launcher's summary, and recorded where a scheduler looks."""
@@ -271,7 +271,7 @@ def test_a_mistake_in_the_script_is_reported_once(
     assert (state["state"], state["kind"]) == ("failed", "user")
 
 
-def test_what_the_ranks_have_explained_has_no_summary_and_a_way_on(nodes: Nodes, tmp_path: Path) -> None:
+def test_launch_after_rank_error_prints_resume_line_without_summary(nodes: Nodes, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("raise RuntimeError('CUDA error: uncorrectable ECC error')\n")
     run = tmp_path / "run"
     words = ["--launcher", "torchrun", "--ranks-per-node", "2", "--output-dir", str(run)]
@@ -286,7 +286,7 @@ def test_what_the_ranks_have_explained_has_no_summary_and_a_way_on(nodes: Nodes,
 
 
 @pytest.mark.long
-def test_a_reward_that_raises_behind_the_first_step_is_shown_with_its_line_and_a_way_on(
+def test_reward_error_behind_first_step_prints_its_line_and_resume_line(
     nodes: Nodes, tiny_model: Path, tmp_path: Path
 ) -> None:
     """By the rank that called it, without a traceback, which is in its log."""
@@ -310,7 +310,7 @@ def test_a_reward_that_raises_behind_the_first_step_is_shown_with_its_line_and_a
     assert re.search(r"in reward\n\s+raise ZeroDivisionError", log)
 
 
-def test_want_of_memory_is_reported_once_and_ends_the_job(nodes: Nodes, tmp_path: Path) -> None:
+def test_out_of_memory_is_reported_once_and_ends_job(nodes: Nodes, tmp_path: Path) -> None:
     """Of another rank too: no traceback, no summary, no other start, and how to plan it."""
     (tmp_path / "script.py").write_text(
         "import torch\n"
@@ -331,7 +331,7 @@ def test_want_of_memory_is_reported_once_and_ends_the_job(nodes: Nodes, tmp_path
 
 
 @pytest.mark.timeout(1200)
-def test_signals_and_the_stop_file(nodes: Nodes, tiny_model: Path, tmp_path: Path) -> None:
+def test_launch_after_signal_or_stop_file_resumes_at_next_step(nodes: Nodes, tiny_model: Path, tmp_path: Path) -> None:
     """The same line goes on where Ctrl-C, a stop file and at last, with an engine, a SIGTERM have stopped it."""
     run, own = tmp_path / "run", tmp_path / "own"
     ends = {signal.SIGINT: START_AGAIN, None: DONE, signal.SIGTERM: START_AGAIN}
@@ -366,7 +366,7 @@ def test_signals_and_the_stop_file(nodes: Nodes, tiny_model: Path, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_what_the_doctor_finds_keeps_the_launcher_from_starting(nodes: Nodes, tmp_path: Path) -> None:
+def test_launch_after_doctor_fail_starts_nothing(nodes: Nodes, tmp_path: Path) -> None:
     words = ["--doctor", "--max-crashes", "2", "--output-dir", str(tmp_path / "run"), MISTAKE_JOB, str(nodes.folder)]
     for code in (START_AGAIN, FAILED):  # a crash each
         process = nodes.start(0, *words, env={"NCCL_SOCKET_IFNAME": "no-such-interface"})
@@ -377,7 +377,7 @@ def test_what_the_doctor_finds_keeps_the_launcher_from_starting(nodes: Nodes, tm
     assert nodes.reported(0)["reported"]["RANK"] == "0"
 
 
-def test_a_node_on_which_the_doctor_fails_is_on_record(nodes: Nodes, tmp_path: Path) -> None:
+def test_launch_after_doctor_fail_on_one_node_records_faulty_host(nodes: Nodes, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ["--doctor", "--nodes", ",".join(ADDRESSES[:2]), "--output-dir", str(run), MISTAKE_JOB, str(nodes.folder)]
     for node in (0, 1):

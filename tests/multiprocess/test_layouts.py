@@ -24,7 +24,7 @@ from tests.support.tiny_models import save_tiny_model
 
 
 @pytest.mark.long
-def test_the_demo_by_torchrun_with_deepspeeds_json(tmp_path: Path) -> None:
+def test_demo_by_torchrun_with_deepspeed_json_evaluates_and_finishes(tmp_path: Path) -> None:
     """The demo of the README, cut to a few steps."""
     flags = ["--deepspeed", str(ROOT / "configs" / "zero3.json"), "--output_dir", str(tmp_path / "out")]
     flags += ["--max_steps", "4", "--logging_steps", "2", "--eval_strategy", "steps", "--eval_steps", "4"]
@@ -43,7 +43,7 @@ def test_the_demo_by_torchrun_with_deepspeeds_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_example_script_on_local_data_with_zero2(tmp_path: Path) -> None:
+def test_gsm8k_example_with_zero2_saves_model(tmp_path: Path) -> None:
     """A user's own script, reward and data mapping; episodes through a chat template; the model is saved."""
     model, data = save_tiny_model("qwen2-tied", tmp_path / "model", chat=True), write_questions(tmp_path / "data.jsonl")
     flags = ["--model", str(model), "--data", str(data), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
@@ -65,7 +65,7 @@ def test_the_example_script_on_local_data_with_zero2(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
-def test_the_listing_of_the_readme(tmp_path: Path) -> None:
+def test_readme_listing_trains_and_saves_model(tmp_path: Path) -> None:
     """But for its model and data, which are the hub's."""
     model, data = save_tiny_model("qwen3-tied", tmp_path / "model", chat=True), write_questions(tmp_path / "data.jsonl")
     (listing,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -107,9 +107,7 @@ def rows_of(job: Job, ranks: int) -> list[list[tuple[str, tuple[int, ...]]]]:
 
 
 @pytest.mark.long
-def test_each_row_of_each_batch_is_sampled_alike_on_any_layout_and_however_far_ahead(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_sampled_rows_in_any_layout_and_lookahead_are_equal(tiny_model: Path, tmp_path: Path) -> None:
     """Seeds follow from batch and row; with a learning rate of 0 the weights are the same throughout."""
     found = []
     for nodes, ranks, ahead in ((1, 2, 0), (2, 1, 2), (2, 2, 3)):
@@ -133,7 +131,7 @@ for each in settings:
 
 
 @pytest.mark.long
-def test_one_process_without_a_group_trains_as_trl_does(tiny_model: Path, tmp_path: Path) -> None:
+def test_single_process_without_group_matches_trl(tiny_model: Path, tmp_path: Path) -> None:
     """The same script, with TRL's own generation and with ours; sampling is left no choice, so both see the same.
 
     Ours gets the model as an object, whose engine then builds it from a private folder.
@@ -164,7 +162,7 @@ MISTAKES: dict[str, tuple[dict, str]] = {
 }
 
 
-def test_placement_mistakes_are_reported_on_every_rank(tiny_model: Path, tmp_path: Path) -> None:
+def test_placement_errors_are_reported_on_every_rank(tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     config = {"output_dir": str(out), "use_cpu": True, "bf16": False, "vllm_max_model_length": 64, "report_to": "none"}

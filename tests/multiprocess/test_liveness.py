@@ -65,7 +65,7 @@ IN_TESTS = ("a local main stopped",)
 @pytest.mark.parametrize(
     "case", [case if case in IN_TESTS else pytest.param(case, marks=pytest.mark.long) for case in STRIKES]
 )
-def test_all_are_gone_with_one_record(case: str, tmp_path: Path) -> None:
+def test_killed_or_stopped_process_ends_job_with_one_record(case: str, tmp_path: Path) -> None:
     ranks, rank, what, number, said = STRIKES[case]
     job = started(tmp_path / "out", "stuck", ranks=ranks)
     try:
@@ -79,7 +79,7 @@ def test_all_are_gone_with_one_record(case: str, tmp_path: Path) -> None:
     the_record(job, output, says=said, ranks={*range(2 * ranks)} - ({rank} if what == "rank" else set()))
 
 
-def test_a_node_that_vanishes_is_missed_and_ends_when_it_is_back(tmp_path: Path) -> None:
+def test_suspended_node_is_reported_and_ends_after_it_continues(tmp_path: Path) -> None:
     job = started(tmp_path / "out", "stuck", ranks=1)
     try:
         pids = all_there(job, 2)
@@ -103,7 +103,7 @@ def test_a_node_that_vanishes_is_missed_and_ends_when_it_is_back(tmp_path: Path)
 @pytest.mark.parametrize(
     ("how", "rank"), [("reward", "rank 1"), pytest.param("rewards", "rank ", marks=pytest.mark.long)]
 )
-def test_a_reward_that_hangs_is_reported_with_its_stacks(how: str, rank: str, tmp_path: Path) -> None:
+def test_hanging_reward_is_reported_with_stacks(how: str, rank: str, tmp_path: Path) -> None:
     job = started(tmp_path / "out", how, ranks=2, nodes=1)
     try:
         all_there(job, 2)
@@ -114,7 +114,7 @@ def test_a_reward_that_hangs_is_reported_with_its_stacks(how: str, rank: str, tm
     assert " in hangs\n" in output
 
 
-def test_who_is_behind_is_named_where_torchs_own_deadline_comes_first(tmp_path: Path) -> None:
+def test_torch_timeout_of_collective_names_rank_behind(tmp_path: Path) -> None:
     """And not the one that waited for it."""
     job = started(tmp_path / "out", "behind", ranks=3, nodes=1)
     try:
@@ -128,7 +128,7 @@ def test_who_is_behind_is_named_where_torchs_own_deadline_comes_first(tmp_path: 
     assert any(cause in record for cause in ("Timed out waiting", "closed by peer")), record
 
 
-def test_a_rank_that_is_killed_before_all_have_met_frees_those_that_wait(tmp_path: Path) -> None:
+def test_kill_of_rank_before_rendezvous_ends_waiting_ranks(tmp_path: Path) -> None:
     job = started(tmp_path / "out", "late", ranks=2)
     try:
         pids = all_there(job, 4)
@@ -140,7 +140,7 @@ def test_a_rank_that_is_killed_before_all_have_met_frees_those_that_wait(tmp_pat
     the_record(job, output, says=["node 1", "rank 3", "start", "got SIGTERM", "[GRPO-306]"])
 
 
-def test_a_launcher_whose_rank_fails_before_all_have_met_frees_the_others(tmp_path: Path) -> None:
+def test_launch_with_failed_rank_before_rendezvous_ends_other_nodes(tmp_path: Path) -> None:
     port = free_port()
 
     def command(node: int) -> list[str]:
@@ -160,7 +160,7 @@ def test_a_launcher_whose_rank_fails_before_all_have_met_frees_the_others(tmp_pa
     assert "(rank 1 on " in output
 
 
-def test_a_normal_end_is_silent_and_leaves_nothing(tmp_path: Path) -> None:
+def test_normal_job_end_prints_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     job = started(tmp_path / "out", "finish", ranks=2)
     try:
         assert job.wait(STARTUP_S) == [0, 0], job.fail("it did not end well")

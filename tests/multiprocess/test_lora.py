@@ -31,7 +31,7 @@ def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_two_and_two_steps_are_four(whole: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_lora_resume_matches_whole_run(whole: Path, tiny_model: Path, tmp_path: Path) -> None:
     parts = tmp_path / "parts"
     shutil.copytree(whole / "checkpoint-2", parts / "checkpoint-2")
     for rank in (0, 1):
@@ -46,7 +46,7 @@ def test_two_and_two_steps_are_four(whole: Path, tiny_model: Path, tmp_path: Pat
     assert (parts / "weights").read_text() == (whole / "weights").read_text()
 
 
-def test_the_adapter_and_the_merged_model_are_what_was_trained(
+def test_export_of_lora_as_adapter_matches_merged_model(
     whole: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = whole / "checkpoint-4"
@@ -75,7 +75,7 @@ def test_the_adapter_and_the_merged_model_are_what_was_trained(
 
 
 @pytest.mark.long
-def test_two_nodes_and_an_engine_that_dies(tiny_model: Path, tmp_path: Path) -> None:
+def test_lora_on_two_nodes_survives_engine_death(tiny_model: Path, tmp_path: Path) -> None:
     """The one that comes back gets the base again, and an adapter of noise first."""
     config = {"max_steps": 4, "beta": 0.1, "generation_lookahead": 1}
     strikes = [("generate", 2, "inner")]
@@ -94,7 +94,7 @@ def test_two_nodes_and_an_engine_that_dies(tiny_model: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_two_runs_with_batches_under_way_are_equal(tiny_model: Path, tmp_path: Path) -> None:
+def test_lora_runs_with_lookahead_are_equal(tiny_model: Path, tmp_path: Path) -> None:
     """Each completion is of one policy, whenever the weight sync comes that brings the next one: time decides
     nothing."""
     config = {"max_steps": 5, "generation_lookahead": 2, "learning_rate": 1e-3, "vllm_lora": "adapter"}

@@ -45,27 +45,27 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", sorted({*IN_ONE_JOB} - DIFFERENT))
-def test_ours_computes_what_trls_trainer_computes(name: str, found: list[dict]) -> None:
+def test_loss_case_matches_trl(name: str, found: list[dict]) -> None:
     for rank, results in enumerate(found):
         assert results[name]["difference"] == "", f"case {name}, rank {rank}"
         assert results[name]["compared"] > 80
 
 
 @pytest.mark.parametrize("name", sorted(name for name in IN_ONE_JOB if CASES[name].beside is not None))
-def test_what_a_case_changes_shows_in_the_gradients(name: str, found: list[dict]) -> None:
+def test_loss_case_changes_gradients(name: str, found: list[dict]) -> None:
     """Otherwise it would show nothing."""
     beside = CASES[name].beside
     assert found[0][name]["gradients"] != found[0][beside]["gradients"], f"case {name} is as {beside}"
 
 
 @pytest.mark.parametrize("name", sorted(name for name, case in CASES.items() if case.trims))
-def test_less_is_computed_where_padding_is_trimmed(name: str, found: list[dict]) -> None:
+def test_loss_with_trimmed_padding_computes_less(name: str, found: list[dict]) -> None:
     for results in found:
         assert results[name]["width"] < 1
 
 
 @pytest.mark.long
-def test_ours_computes_the_same_where_torch_compiles(tmp_path: Path) -> None:
+def test_loss_with_torch_compile_matches_trl(tmp_path: Path) -> None:
     plain, compiled = ("plain", *COMPILED)
     for results in run_cases(tmp_path / "compiled", (plain, compiled)):
         assert results[compiled]["difference"] == ""
@@ -73,7 +73,7 @@ def test_ours_computes_the_same_where_torch_compiles(tmp_path: Path) -> None:
         assert results[compiled]["gradients"] != results[plain]["gradients"]
 
 
-def test_less_is_computed_under_zero3_too(tmp_path: Path) -> None:
+def test_loss_under_zero3_matches_trl_and_computes_less(tmp_path: Path) -> None:
     settings = json.loads((ROOT / "configs" / "zero3.json").read_text())
     zero3 = tmp_path / "zero3.json"
     zero3.write_text(json.dumps({**settings, "zero_allow_untested_optimizer": True}))  # torch's SGD
@@ -83,7 +83,7 @@ def test_less_is_computed_under_zero3_too(tmp_path: Path) -> None:
             assert results[name]["width"] < 1
 
 
-def test_what_the_engine_answers_is_compared(found: list[dict]) -> None:
+def test_loss_comparison_finds_changed_engine_answers(found: list[dict]) -> None:
     """One token that is another, and log-probabilities of other tokens, are found on either rank, where they begin."""
     assert {
         results["log-probabilities in another order"]["difference"].partition(": differs")[0] for results in found

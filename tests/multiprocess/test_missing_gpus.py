@@ -35,7 +35,7 @@ def start(command: list[str], env: dict[str, str]) -> subprocess.Popen:
     )
 
 
-def test_every_start_says_what_is_missing(env: dict[str, str], tmp_path: Path) -> None:
+def test_start_without_visible_gpu_fails_and_names_cause(env: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     train = start([sys.executable, "train.py", "--output_dir", str(out)], env)
     doctor = start([sys.executable, "-m", "grpo", "doctor"], env)
@@ -54,7 +54,7 @@ def test_every_start_says_what_is_missing(env: dict[str, str], tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_gpus_without_a_compiler(env: dict[str, str], tmp_path: Path) -> None:
+def test_start_without_compiler_fails_before_model_is_loaded(env: dict[str, str], tmp_path: Path) -> None:
     """Triton would look for it in the engines' first kernel, minutes later."""
     made_up = (
         "torch.version.cuda = '12.9'\ntorch.cuda.is_available = lambda: True\ntorch.cuda.device_count = lambda: 2\n"
@@ -76,7 +76,7 @@ def test_gpus_without_a_compiler(env: dict[str, str], tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_launcher_that_asks_for_cpus_is_heard(env: dict[str, str], tmp_path: Path) -> None:
+def test_start_with_cpu_setting_of_accelerate_accepts_missing_gpus(env: dict[str, str], tmp_path: Path) -> None:
     """Accelerate's DeepSpeed launcher does not hand `use_cpu` on. Both starts end at the next mistake."""
     wrong = ["train.py", "--output_dir", str(tmp_path / "out"), "--dataset_name", "a/b"]
     launch = [str(BIN / "accelerate"), "launch", "--num_processes", "1", "--main_process_port", str(free_port())]

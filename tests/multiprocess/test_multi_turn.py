@@ -52,7 +52,7 @@ def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> J
     return job
 
 
-def test_ranks_take_as_many_turns_as_they_like(undisturbed: Job) -> None:
+def test_rollout_with_unequal_turns_per_rank_trains_all_steps(undisturbed: Job) -> None:
     steps = undisturbed.metrics()
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert [len(turns_of(undisturbed, rank)) for rank in (0, 1, 3)] == [3 * 4 * turns for turns in (5, 1, 3)]
@@ -64,23 +64,19 @@ def test_ranks_take_as_many_turns_as_they_like(undisturbed: Job) -> None:
         assert 0.3 < line["rollout/cached_share"] < 0.9  # a block of every turn but the first
 
 
-def test_a_rank_that_is_killed_in_mid_episode_ends_the_job_with_one_record(undisturbed: Job) -> None:
+def test_rank_killed_in_episode_ends_job_with_one_record(undisturbed: Job) -> None:
     the_record(undisturbed, undisturbed.output(), says=["node 0", "rank 1", "rollout"])
 
 
 @pytest.mark.long
-def test_a_local_main_that_is_killed_in_mid_episode_ends_the_job_with_one_record(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_local_main_killed_in_episode_ends_job_with_one_record(tiny_model: Path, tmp_path: Path) -> None:
     job = start_rollouts(tiny_model, tmp_path / "out", turns=[3, 1], nodes=1, hold="turn-1")
     kill_in_mid_episode(job, 0, "turn-1")
     the_record(job, job.output(), says=["rank 0", "rollout"])
 
 
 @pytest.mark.long
-def test_an_engine_that_dies_in_mid_episode_comes_back_and_nothing_changes(
-    undisturbed: Job, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_engine_death_in_episode_changes_no_turn(undisturbed: Job, tiny_model: Path, tmp_path: Path) -> None:
     """All ranks of its node are in the middle of theirs; those of the other node are long done."""
     job = start_rollouts(tiny_model, tmp_path / "out", turns=[5, 1, 0, 3], nodes=2, hold="turn-1")
     try:
@@ -105,7 +101,7 @@ def calculator(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("example", ["tools", "rollout"])
-def test_a_model_learns_that_a_calculator_pays(example: str, calculator: Path, tmp_path: Path) -> None:
+def test_calculator_example_raises_reward(example: str, calculator: Path, tmp_path: Path) -> None:
     script = [str(ROOT / "examples" / f"{example}.py"), "--model", str(calculator), "--output_dir", str(tmp_path)]
     rewards = [line["reward"] for line in finish(start(accelerate_command(script, port=free_port()), tmp_path))]
     assert sum(rewards[:3]) / 3 < 0.5, rewards
@@ -113,7 +109,7 @@ def test_a_model_learns_that_a_calculator_pays(example: str, calculator: Path, t
 
 
 @pytest.mark.long
-def test_a_model_plays_a_guessing_game(calculator: Path, tmp_path: Path) -> None:
+def test_guessing_example_takes_turns(calculator: Path, tmp_path: Path) -> None:
     """One that knows another tool, and seldom this one: what it calls is asked to be unknown, and the game goes on."""
     script = [str(ROOT / "examples" / "guessing.py"), "--output_dir", str(tmp_path), "--model", str(calculator)]
     steps = finish(start(accelerate_command([*script, "--max_steps", "2"], port=free_port()), tmp_path))

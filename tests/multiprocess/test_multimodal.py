@@ -31,7 +31,7 @@ def said(job: Job, words: str) -> None:
 
 @pytest.mark.long  # `test_images.py` trains such a model too
 @pytest.mark.parametrize("family", ["llava", "mistral3"])
-def test_the_text_is_trained_and_all_is_saved(family: str, tmp_path: Path) -> None:
+def test_text_training_of_multimodal_model_saves_unchanged_towers(family: str, tmp_path: Path) -> None:
     model = save_multimodal_model(family, tmp_path / family)
     config = {"save_strategy": "steps", "save_steps": 3}
     job = start_tiny_job(model, tmp_path / "out", config=config, env=engines_environment())
@@ -52,7 +52,7 @@ def test_the_text_is_trained_and_all_is_saved(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_gemma_3_on_two_nodes_with_an_engine_that_dies(tmp_path: Path) -> None:
+def test_gemma_3_on_two_nodes_survives_engine_death(tmp_path: Path) -> None:
     model = save_multimodal_model("gemma3", tmp_path / "gemma3")
     job = start_tiny_job(
         model, tmp_path / "out", nodes=2, ranks_per_node=1, strikes=[("generate", 2, "inner")],
@@ -66,7 +66,7 @@ def test_gemma_3_on_two_nodes_with_an_engine_that_dies(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ahead", "more"), [(0, {}), (2, {}), (2, {"lora": LORA})], ids=["now", "ahead", "adapters"])
-def test_qwen_3_5_now_and_ahead(ahead: int, more: dict[str, Any], tmp_path: Path) -> None:
+def test_qwen_3_5_with_lookahead_or_lora_keeps_bf16_gap_limit(ahead: int, more: dict[str, Any], tmp_path: Path) -> None:
     """A hybrid: its engine computes in bfloat16, in which vLLM's kernels of linear attention do."""
     model = save_multimodal_model("qwen3_5", tmp_path / "qwen3_5")
     config = {"bf16": True, "generation_lookahead": ahead, "max_steps": 5, "learning_rate": 1e-4}
@@ -81,7 +81,7 @@ def test_qwen_3_5_now_and_ahead(ahead: int, more: dict[str, Any], tmp_path: Path
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["llava", "qwen3_5"])
-def test_two_and_two_steps_are_four(family: str, tmp_path: Path) -> None:
+def test_multimodal_resume_matches_whole_run(family: str, tmp_path: Path) -> None:
     model = save_multimodal_model(family, tmp_path / family)
     config = {**LOCAL, "bf16": family == "qwen3_5", "max_steps": 4}
     whole, parts, env = tmp_path / "whole", tmp_path / "parts", engines_environment()

@@ -65,7 +65,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.mark.long
-def test_rows_follow_ranks_and_work_follows_engines(whole: Job) -> None:
+def test_unequal_nodes_split_rows_by_rank_and_requests_by_engine(whole: Job) -> None:
     """Each rank has four rows, and each engine samples six."""
     samples = [lines_of(whole, f"samples-{rank}.jsonl") for rank in range(3)]
     for step in range(STEPS):
@@ -94,7 +94,7 @@ def test_rows_follow_ranks_and_work_follows_engines(whole: Job) -> None:
 
 
 @pytest.mark.long
-def test_three_ranks_on_one_node_sample_and_earn_the_same(model: Path, whole: Job, tmp_path: Path) -> None:
+def test_three_ranks_on_one_node_match_unequal_nodes(model: Path, whole: Job, tmp_path: Path) -> None:
     job = start_on(model, tmp_path / "one", (3,))
     finish_on_policy(job, STEPS)
     assert_same_rows(job, whole)
@@ -105,7 +105,7 @@ def test_three_ranks_on_one_node_sample_and_earn_the_same(model: Path, whole: Jo
 
 
 @pytest.mark.long
-def test_a_resume_goes_on_bit_for_bit(model: Path, whole: Job, tmp_path: Path) -> None:
+def test_resume_on_unequal_nodes_is_bit_exact(model: Path, whole: Job, tmp_path: Path) -> None:
     out = tmp_path / "resumed"
     shutil.copytree(whole.output_dir / f"checkpoint-{SAVED}", out / f"checkpoint-{SAVED}")
     job = start_on(model, out, resume_from_checkpoint="auto")
@@ -121,7 +121,7 @@ def test_a_resume_goes_on_bit_for_bit(model: Path, whole: Job, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_three_ranks_goes_on_wherever_three_are(model: Path, whole: Job, tmp_path: Path) -> None:
+def test_resume_on_one_node_of_three_ranks_samples_same_rows(model: Path, whole: Job, tmp_path: Path) -> None:
     out = tmp_path / "moved"
     shutil.copytree(whole.output_dir / f"checkpoint-{SAVED}", out / f"checkpoint-{SAVED}")
     job = start_on(model, out, (3,), resume_from_checkpoint="auto")
@@ -131,9 +131,7 @@ def test_a_checkpoint_of_three_ranks_goes_on_wherever_three_are(model: Path, who
 
 
 @pytest.mark.long
-def test_a_checkpoint_goes_to_nodes_of_one_rank_each_and_on_to_three_on_one(
-    model: Path, whole: Job, tmp_path: Path
-) -> None:
+def test_resume_after_reshape_to_other_ranks_samples_same_rows(model: Path, whole: Job, tmp_path: Path) -> None:
     """For 2 + 1 ranks it is one for three; for 1 + 1 it is reshaped, and that one for three again."""
     checkpoint = whole.output_dir / f"checkpoint-{SAVED}"
     with pytest.raises(ValueError, match="is for 3 training processes already: resume from it"):
@@ -149,7 +147,7 @@ def test_a_checkpoint_goes_to_nodes_of_one_rank_each_and_on_to_three_on_one(
 
 
 @pytest.mark.long
-def test_engines_that_die_on_either_node_come_back(model: Path, whole: Job, tmp_path: Path) -> None:
+def test_engine_death_on_either_node_changes_no_sample(model: Path, whole: Job, tmp_path: Path) -> None:
     """That of the larger node in the third generation, that of the smaller one in the weight sync after it."""
     strikes = [("update_weights", 3, "inner", 2)]
     job = start_on(model, tmp_path / "struck", hold="generation-2", strikes=strikes)

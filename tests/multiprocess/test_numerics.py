@@ -19,7 +19,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("model", ["gemma2-tied", pytest.param("qwen2-tied", marks=pytest.mark.long)], indirect=True)
-def test_tied_head_with_tensor_parallel_2(model: Path, tmp_path: Path) -> None:
+def test_weight_sync_with_tied_head_and_tp_2_stays_on_policy(model: Path, tmp_path: Path) -> None:
     """The first one's head is no module. Without NCCL, asked for by name."""
     config = {"vllm_tensor_parallel_size": 2, "ddp_backend": "gloo", "vllm_sync_backend": "shm"}
     job = start_tiny_job(model, tmp_path / "out", config=config)
@@ -29,7 +29,7 @@ def test_tied_head_with_tensor_parallel_2(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["glm4-moe"], indirect=True)
-def test_experts_that_travel_at_once_and_a_router_with_a_bias(model: Path, tmp_path: Path) -> None:
+def test_weight_sync_with_experts_and_router_bias_stays_on_policy(model: Path, tmp_path: Path) -> None:
     """The bias, a buffer, is large enough to choose other experts; two workers load their parts of all experts."""
     config = {"vllm_tensor_parallel_size": 2, "max_steps": 5}
     finish_on_policy(start_tiny_job(model, tmp_path / "out", config=config), num_steps=5)
@@ -37,7 +37,7 @@ def test_experts_that_travel_at_once_and_a_router_with_a_bias(model: Path, tmp_p
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["phi3-fused"], indirect=True)
-def test_fused_projections_with_two_engines_on_a_node_under_ddp(model: Path, tmp_path: Path) -> None:
+def test_two_engines_under_ddp_with_fused_projections_stay_on_policy(model: Path, tmp_path: Path) -> None:
     job = start_tiny_job_by_torchrun(model, tmp_path / "out", config={"vllm_engines_per_node": 2}, zero3=False)
     finish_on_policy(job)
     # 2 ranks x 8 completions are 4 groups of 4: both engines get two each time

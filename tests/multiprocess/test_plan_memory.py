@@ -106,7 +106,9 @@ def settings_of(case: Case, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "names", [IN_TESTS, pytest.param(tuple(CASES.keys() - {*IN_TESTS}), marks=pytest.mark.long)], ids=["some", "others"]
 )
-def test_what_ranks_hold_is_planned(names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_memory_budget_matches_measured_rank_memory(
+    names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training_memory, "HEAD_TILE_COLUMNS", TILE_COLUMNS)
     cases = {name: CASES[name] for name in sorted(names)}
     folders = {name: save_config(case, tmp_path / name.replace(" ", "-")) for name, case in cases.items()}

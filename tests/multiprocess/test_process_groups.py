@@ -14,7 +14,9 @@ JOB = ROOT / "tests" / "jobs" / "group_job.py"
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [pytest.param(1, 3, marks=pytest.mark.long), (2, 2)])
-def test_no_group_splits_the_communicator_of_all_ranks(nodes: int, ranks_per_node: int, tmp_path: Path) -> None:
+def test_new_gloo_groups_with_bound_default_group_split_no_communicator(
+    nodes: int, ranks_per_node: int, tmp_path: Path
+) -> None:
     port = free_port()
 
     def command(node: int) -> list[str]:
@@ -66,7 +68,7 @@ backend.allreduce_coalesced(tensors, dist.AllreduceCoalescedOptions()).wait()
 """
 
 
-def test_a_rank_that_has_finished_waits_for_gloos_threads() -> None:
+def test_gloo_group_at_interpreter_exit_ends_without_abort() -> None:
     """They need the interpreter to let go of tensors; without it the process aborts. The group is still held."""
     ended = subprocess.run([sys.executable, "-c", FINISHED], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr

@@ -24,14 +24,14 @@ def run_example(out: Path, *flags: str) -> tuple[float, float]:
 
 
 @pytest.mark.long
-def test_a_model_learns_to_name_the_colour_that_is_lit(tmp_path: Path) -> None:
+def test_quadrants_example_learns_lit_colour(tmp_path: Path) -> None:
     first, last = run_example(tmp_path)
     assert first <= MOSTLY_GUESSED
     assert last > LEARNT
 
 
 @pytest.mark.long
-def test_grey_pictures_teach_nothing(tmp_path: Path) -> None:
+def test_quadrants_example_with_grey_images_learns_nothing(tmp_path: Path) -> None:
     first, last = run_example(tmp_path, "--grey")
     assert first <= CHANCE_AT_MOST
     assert last <= CHANCE_AT_MOST

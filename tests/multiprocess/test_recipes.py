@@ -40,7 +40,7 @@ def attempt(recipe: str, model: Path, data: Path, out: Path, max_steps: int) -> 
 
 
 @pytest.mark.long
-def test_two_steps_and_a_resume(tmp_path: Path) -> None:
+def test_code_recipe_after_two_steps_resumes_at_third(tmp_path: Path) -> None:
     """Its reward runs programs beside engines and ranks."""
     recipe = "code_qwen2.5_7b"
     model = save_small_model(tmp_path / "model")

@@ -51,7 +51,9 @@ def rows(out: Path, ranks: int) -> list[list[tuple[str, list[int]]]]:
 
 
 @pytest.mark.long
-def test_one_and_three_ranks_go_on_as_two(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reshape_to_one_or_three_ranks_continues_run_of_two(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the rows that were sampled ahead; each one later has the seed that it would have had."""
     more = {"max_steps": 4, **ENGINES}
     two = tmp_path / "run"
@@ -76,7 +78,7 @@ def test_one_and_three_ranks_go_on_as_two(tiny_model: Path, tmp_path: Path, caps
                 torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_other_batches_are_refused_before_anything_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+def test_resume_of_reshaped_checkpoint_refuses_other_batch_size(tiny_model: Path, tmp_path: Path) -> None:
     """Of a checkpoint that none could load: its weights are seven letters."""
     checkpoint = make_reshapable(tmp_path / "two" / "checkpoint-2", step=6)
     out = tmp_path / "run" / "checkpoint-2"

@@ -23,7 +23,7 @@ def state(out: Path) -> dict:
     return json.loads((out / "run_state.json").read_text())
 
 
-def test_three_and_three_steps_are_six(tiny_model: Path, tmp_path: Path) -> None:
+def test_resume_after_stop_matches_uninterrupted_run(tiny_model: Path, tmp_path: Path) -> None:
     config = {"max_steps": 6, "save_strategy": "no"}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expect(run(tiny_model, whole, num_prompts=40, config=config), success=True)
@@ -68,7 +68,7 @@ def test_three_and_three_steps_are_six(tiny_model: Path, tmp_path: Path) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_three_and_three_steps_are_six_with_engines(ahead: int, tiny_model: Path, tmp_path: Path) -> None:
+def test_resume_with_engines_after_stop_or_kill_matches_whole_run(ahead: int, tiny_model: Path, tmp_path: Path) -> None:
     """After a stop, and one batch ahead after a SIGKILL of all ranks at a later step than that of the checkpoint."""
     config = {"max_steps": 6, "save_steps": 3, "use_vllm": True, "check_rewards": False, "generation_lookahead": ahead}
     config |= {"vllm_max_model_length": 64, "vllm_engine_kwargs": {"enforce_eager": True}}
@@ -94,7 +94,7 @@ def test_three_and_three_steps_are_six_with_engines(ahead: int, tiny_model: Path
 
 
 @pytest.mark.long
-def test_three_batches_under_way_go_on_after_a_sigkill_of_all_ranks(tiny_model: Path, tmp_path: Path) -> None:
+def test_resume_with_lookahead_3_after_sigkill_continues_begun_batches(tiny_model: Path, tmp_path: Path) -> None:
     """What had ended at the last checkpoint is trained on as it was, what had begun goes on behind its first tokens."""
     config = {"max_steps": 8, "save_steps": 3, "use_vllm": True, "check_rewards": False, "generation_lookahead": 3}
     config |= {
@@ -130,7 +130,7 @@ def test_three_batches_under_way_go_on_after_a_sigkill_of_all_ranks(tiny_model: 
 
 
 @pytest.mark.long
-def test_over_an_epoch_and_in_the_middle_of_a_generation_batch(tiny_model: Path, tmp_path: Path) -> None:
+def test_resume_in_second_epoch_after_kill_in_save_matches_whole_run(tiny_model: Path, tmp_path: Path) -> None:
     """10 prompts are 5 generation batches, each for two steps: 10 steps an epoch. A kill inside the last save.
 
     With a reference model that follows the trained one, and is in no checkpoint of transformers. Then a byte of what
@@ -188,7 +188,7 @@ def assert_same_end(parts: Path, whole: Path) -> None:
     ]
 
 
-def test_another_number_of_ranks_is_refused_before_engines_start(tiny_model: Path, tmp_path: Path) -> None:
+def test_resume_with_other_rank_count_exits_before_engines_start(tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out" / "checkpoint-3"
     folder.mkdir(parents=True)
     write_complete(folder, step=3, world_size=2, sampling={})

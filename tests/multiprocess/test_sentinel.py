@@ -52,7 +52,7 @@ def one_record(nodes: list[LightNode], *without: int) -> FailureRecord:
 # -- what is noticed --------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_rank_is_reported_on_all_nodes() -> None:
+def test_sentinel_with_killed_rank_reports_it_on_all_nodes() -> None:
     with light_job(LONG_S, nodes=2) as nodes:
         nodes[1].ranks[0].do("phase sync 3")
         nodes[1].ranks[0].send(signal.SIGKILL)
@@ -62,7 +62,7 @@ def test_a_killed_rank_is_reported_on_all_nodes() -> None:
         assert [node.sentinel.wait(PATIENCE_S) for node in nodes] == [0, 0]
 
 
-def test_the_first_of_two_reports_counts() -> None:
+def test_failure_reports_of_two_ranks_keep_first() -> None:
     with light_job(LONG_S, nodes=2) as nodes:
         nodes[1].ranks[1].tell("fail first")
         assert nodes[0].ranks[0].record().cause == "first"
@@ -71,7 +71,7 @@ def test_the_first_of_two_reports_counts() -> None:
         assert one_record(nodes, 0).cause == "first"
 
 
-def test_a_stopped_rank_is_named_and_killed(capfd: pytest.CaptureFixture) -> None:
+def test_sentinel_with_stopped_rank_names_and_kills_it(capfd: pytest.CaptureFixture) -> None:
     with light_job(TIMEOUT_S, nodes=2) as nodes:
         stopped = nodes[1].ranks[1]
         stopped.do("phase train 0")
@@ -84,7 +84,7 @@ def test_a_stopped_rank_is_named_and_killed(capfd: pytest.CaptureFixture) -> Non
     assert f"the sentinel of node 1 kills rank 3 (pid {stopped.pid})" in capfd.readouterr().err
 
 
-def test_a_rank_that_does_not_end_is_killed() -> None:
+def test_sentinel_after_failure_kills_unresponsive_rank() -> None:
     with light_job(TIMEOUT_S) as (node,):
         deaf, other = node.ranks
         deaf.deafen()
@@ -93,7 +93,7 @@ def test_a_rank_that_does_not_end_is_killed() -> None:
         assert deaf.wait() == -signal.SIGKILL
 
 
-def test_a_stopped_launcher_is_named_and_killed_behind_its_ranks(launcher: subprocess.Popen) -> None:
+def test_sentinel_with_stopped_launcher_names_and_kills_it(launcher: subprocess.Popen) -> None:
     with light_job(TIMEOUT_S, agent=launcher.pid) as nodes:
         launcher.send_signal(signal.SIGSTOP)
         cause = one_record(nodes).cause
@@ -101,14 +101,14 @@ def test_a_stopped_launcher_is_named_and_killed_behind_its_ranks(launcher: subpr
         assert launcher.wait(PATIENCE_S) == -signal.SIGKILL
 
 
-def test_a_killed_launcher_is_named(launcher: subprocess.Popen) -> None:
+def test_sentinel_with_killed_launcher_names_it(launcher: subprocess.Popen) -> None:
     with light_job(LONG_S, agent=launcher.pid) as nodes:
         launcher.kill()
         cause = one_record(nodes).cause
         assert re.match(rf"the launcher of this node \(pid {launcher.pid}\) .*\[GRPO-602\]$", cause)
 
 
-def test_a_call_that_takes_too_long_with_the_lock_held_tells_where() -> None:
+def test_call_past_deadline_with_gil_held_reports_stack() -> None:
     with light_job(LONG_S) as (node,):
         hanging, other = node.ranks
         hanging.do("phase train 0")  # the call's own phase counts, whatever else the rank does meanwhile
@@ -121,7 +121,7 @@ def test_a_call_that_takes_too_long_with_the_lock_held_tells_where() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_lost_sentinel_is_reported_alike_on_all_nodes(node: int, number: int) -> None:
+def test_killed_or_stopped_sentinel_is_reported_alike_on_all_nodes(node: int, number: int) -> None:
     with light_job(TIMEOUT_S, nodes=2) as nodes:
         for rank in everyone(nodes):
             rank.do("phase train 0")
@@ -137,7 +137,7 @@ def test_a_lost_sentinel_is_reported_alike_on_all_nodes(node: int, number: int) 
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_node_that_vanishes_is_named_and_hears_of_it_when_it_is_back(node: int) -> None:
+def test_vanished_node_is_named_and_gets_same_record_on_return(node: int) -> None:
     with light_job(TIMEOUT_S, nodes=2) as nodes:
         nodes[node].send(signal.SIGSTOP)
         others = everyone([nodes[1 - node]])
@@ -152,14 +152,14 @@ def test_a_node_that_vanishes_is_named_and_hears_of_it_when_it_is_back(node: int
         assert returned == records
 
 
-def test_a_node_whose_sentinel_does_not_come_is_named() -> None:
+def test_hub_with_missing_sentinel_names_node_after_join_timeout() -> None:
     with light_job(LONG_S, missing=1, join_s=1.0) as nodes:
         record = one_record(nodes)
         assert (record.node, record.rank) == (1, 2)
         assert record.cause == "the node's sentinel has not come within 1 s"
 
 
-def test_a_node_that_joins_and_says_nothing_more_is_named() -> None:
+def test_hub_with_node_silent_after_greeting_names_it() -> None:
     """As one that is held right behind its greeting."""
     with light_job(LONG_S, missing=1) as (node,):
         channel, hub = join(["127.0.0.1"], node.port, SECRET, SECOND, LONG_S)
@@ -173,7 +173,7 @@ def test_a_node_that_joins_and_says_nothing_more_is_named() -> None:
 # -- what is not ------------------------------------------------------------------------------------------------------
 
 
-def test_a_normal_end_is_silent_whoever_ends_first(capfd: pytest.CaptureFixture) -> None:
+def test_normal_end_with_either_node_first_is_silent(capfd: pytest.CaptureFixture) -> None:
     for first in (0, 1):
         with light_job(LONG_S, nodes=2) as nodes:
             ends_well([nodes[first]])
@@ -182,7 +182,7 @@ def test_a_normal_end_is_silent_whoever_ends_first(capfd: pytest.CaptureFixture)
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_is_held_and_goes_on_is_no_failure() -> None:
+def test_sentinel_after_suspend_and_continue_reports_no_failure() -> None:
     with light_job(TIMEOUT_S, nodes=2) as nodes:
         held: list[Callable[[int], None]] = [
             nodes[0].ranks[0].send,
@@ -205,7 +205,7 @@ def test_what_is_held_and_goes_on_is_no_failure() -> None:
         ends_well(nodes)
 
 
-def test_a_rank_that_holds_the_interpreters_lock_is_no_failure() -> None:
+def test_sentinel_with_gil_held_by_ranks_reports_no_failure() -> None:
     with light_job(TIMEOUT_S) as (node,):
         for rank in node.ranks:
             rank.tell(f"hold {3 * TIMEOUT_S}")
@@ -215,7 +215,7 @@ def test_a_rank_that_holds_the_interpreters_lock_is_no_failure() -> None:
         ends_well([node])
 
 
-def test_busy_cores_are_no_failure() -> None:
+def test_sentinel_on_busy_cores_reports_no_failure() -> None:
     spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3 * (os.cpu_count() or 1))]
     try:
         with light_job(TIMEOUT_S, nodes=2) as nodes:
@@ -227,7 +227,7 @@ def test_busy_cores_are_no_failure() -> None:
             spinner.wait()
 
 
-def test_a_call_that_ends_in_time_is_no_failure() -> None:
+def test_call_within_deadline_reports_no_failure() -> None:
     with light_job(LONG_S) as (node,):
         node.ranks[0].do("limited 1")
         node.ranks[0].do("unlimited")
@@ -238,7 +238,7 @@ def test_a_call_that_ends_in_time_is_no_failure() -> None:
 # -- what else it does ------------------------------------------------------------------------------------------------
 
 
-def test_who_has_not_come_to_the_end_of_a_phase() -> None:
+def test_not_come_query_returns_late_ranks_with_phases() -> None:
     with light_job(TIMEOUT_S, nodes=2) as nodes:
         for rank, at in zip(everyone(nodes), (3, 3, 2, 3), strict=True):
             rank.do(f"phase phase-of-{rank.rank} {at}")
@@ -249,7 +249,7 @@ def test_who_has_not_come_to_the_end_of_a_phase() -> None:
         ends_well(nodes)
 
 
-def test_an_engine_goes_with_its_local_main(tmp_path: Path) -> None:
+def test_sentinel_after_local_main_death_ends_engine_and_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "engine"
     folder.mkdir()
     (folder / "socket").touch()
@@ -275,7 +275,7 @@ ONCE = Timeouts(hub_join_s=0.0)
 """A node that is turned away does not try again."""
 
 
-def test_strangers_are_turned_away() -> None:
+def test_hub_refuses_unauthenticated_and_duplicate_connections() -> None:
     with light_job(LONG_S, nodes=2) as nodes:
         port = nodes[0].port
         for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "hello", "node": [1]}\n', b"[]\n", b"x" * 100_000):
@@ -289,14 +289,14 @@ def test_strangers_are_turned_away() -> None:
         ends_well(nodes)
 
 
-def test_another_secret_does_not_take_the_place_of_a_node_that_is_awaited() -> None:
+def test_join_with_other_secret_is_refused_and_leaves_place_free() -> None:
     with light_job(LONG_S, missing=1) as (node,):
         with pytest.raises(OSError, match="it ends the connection"):
             join(["127.0.0.1"], node.port, "cd" * 32, SECOND, LONG_S, ONCE)
         join(["127.0.0.1"], node.port, SECRET, SECOND, LONG_S)[0].close()  # its place is free
 
 
-def test_who_does_not_know_the_secret_is_no_hub() -> None:
+def test_join_to_hub_without_secret_raises() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -314,7 +314,7 @@ def test_who_does_not_know_the_secret_is_no_hub() -> None:
         thread.join()
 
 
-def test_a_pause_of_ones_own_counts_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_awake_clock_after_own_pause_bounds_elapsed_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     clock = AwakeClock(2.0)

@@ -36,7 +36,7 @@ LONG_S = 60.0
 FLOODED_S = 5.0  # the flood goes on for twice as long
 
 
-def test_strangers_that_say_nothing_are_few_and_do_not_stay() -> None:
+def test_hub_with_silent_strangers_limits_their_number_and_time() -> None:
     with light_job(LONG_S, nodes=2) as nodes, contextlib.ExitStack() as stack:
         address = ("127.0.0.1", nodes[0].port)
         silent = []
@@ -51,7 +51,7 @@ def test_strangers_that_say_nothing_are_few_and_do_not_stay() -> None:
         ends_well(nodes)
 
 
-def test_a_silent_crowd_keeps_no_node_out() -> None:
+def test_hub_with_crowd_of_silent_strangers_admits_node() -> None:
     with light_job(LONG_S, missing=1) as (node,), contextlib.ExitStack() as stack:
         for _ in range(2 * MAX_STRANGERS):
             stack.enter_context(socket.create_connection(("127.0.0.1", node.port), PATIENCE_S))
@@ -60,7 +60,7 @@ def test_a_silent_crowd_keeps_no_node_out() -> None:
         assert time.monotonic() - before < GREETING_S
 
 
-def test_a_node_that_is_not_let_in_at_once_tries_again() -> None:
+def test_join_after_closed_connections_tries_again() -> None:
     with light_job(LONG_S, missing=1) as (node,), socket.create_server(("127.0.0.1", 0)) as door:
 
         def let_in_the_third() -> None:
@@ -80,7 +80,7 @@ def test_a_node_that_is_not_let_in_at_once_tries_again() -> None:
 
 
 @pytest.mark.parametrize("line", [b"\n", b"[]\n", b"x"], ids=["newlines", "lists", "one line"])
-def test_a_flood_from_somebody_without_the_secret_holds_nobody_up(line: bytes) -> None:
+def test_hub_under_flood_without_secret_stays_responsive(line: bytes) -> None:
     with light_job(FLOODED_S, nodes=2) as nodes:
         deadline, flood, thrown_out = time.monotonic() + 2 * FLOODED_S, line * (1 << 20), 0
         while time.monotonic() < deadline:
@@ -97,14 +97,14 @@ def test_a_flood_from_somebody_without_the_secret_holds_nobody_up(line: bytes) -
         ends_well(nodes)
 
 
-def test_more_than_a_line_before_the_proof_is_turned_away() -> None:
+def test_hub_with_two_lines_before_proof_closes_connection() -> None:
     with light_job(LONG_S, missing=1) as (node,), socket.create_connection(("127.0.0.1", node.port), 10) as stranger:
         assert b"challenge" in stranger.recv(1000)
         stranger.sendall(b'{"kind": "hello"}\n{"kind": "hello"}\n')
         assert stranger.recv(1000) == b""
 
 
-def test_only_the_nodes_ranks_come_in_where_ranks_do() -> None:
+def test_rank_socket_refuses_process_outside_ranks() -> None:
     settings = {"node": 0, "host": "a", "num_nodes": 1, "agent": None, "timeout_s": LONG_S}
     rank = LightRank(0, LONG_S)
     try:
@@ -123,7 +123,7 @@ def test_only_the_nodes_ranks_come_in_where_ranks_do() -> None:
         rank.close()
 
 
-def test_a_rank_and_a_launcher_that_are_dead_already() -> None:
+def test_start_sentinel_with_dead_rank_and_launcher_reports_rank() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     rank = LightRank(1, LONG_S)
@@ -149,7 +149,7 @@ def small_group() -> Iterator[MemoryGroup]:
     group.remove()
 
 
-def test_who_was_killed_for_want_of_memory_is_reported_as_such(small_group: MemoryGroup) -> None:
+def test_sentinel_with_rank_killed_for_memory_names_oom_killer(small_group: MemoryGroup) -> None:
     ranks = [LightRank(rank, LONG_S) for rank in (0, 1)]
     try:
         small_group.members.write_text(str(ranks[0].pid))
@@ -164,7 +164,7 @@ def test_who_was_killed_for_want_of_memory_is_reported_as_such(small_group: Memo
             rank.close()
 
 
-def test_a_node_that_comes_late_hears_of_what_has_happened() -> None:
+def test_node_joining_after_failure_gets_record() -> None:
     late = [LightRank(rank, LONG_S) for rank in (2, 3)]
     try:
         with light_job(LONG_S, missing=1) as (first,):
@@ -180,7 +180,7 @@ def test_a_node_that_comes_late_hears_of_what_has_happened() -> None:
             rank.close()
 
 
-def test_a_node_whose_hub_has_said_goodbye_decides_for_itself() -> None:
+def test_node_after_goodbye_of_hub_decides_alone() -> None:
     with light_job(LONG_S, nodes=2) as nodes:
         ends_well([nodes[0]])
         nothing_happens([nodes[1]], 0.5)
@@ -193,7 +193,7 @@ def test_a_node_whose_hub_has_said_goodbye_decides_for_itself() -> None:
         assert {rank.record().cause for rank in nodes[1].ranks} == {"alone"}
 
 
-def test_what_a_rank_did_while_the_sentinel_was_held_is_known_afterwards() -> None:
+def test_sentinel_after_suspension_catches_up_with_rank_progress() -> None:
     with light_job(LONG_S) as (node,):
         first, second = node.ranks
         node.sentinel.send_signal(signal.SIGSTOP)
@@ -210,7 +210,7 @@ def test_what_a_rank_did_while_the_sentinel_was_held_is_known_afterwards() -> No
         ends_well([node])
 
 
-def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+def test_start_sentinel_with_unreachable_hub_raises(tmp_path: Path) -> None:
     settings = {"node": 1, "host": "b", "num_nodes": 2, "pids": {1: os.getpid()}, "agent": None, "timeout_s": LONG_S}
     port = free_port()
     what = rf"node 1 .*\[GRPO-606\]: port {port} cannot be reached: 127.0.0.1: .*refused"
@@ -218,7 +218,7 @@ def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
         start_sentinel({**settings, "secret": SECRET, "addresses": ["127.0.0.1"], "port": port})
 
 
-def test_a_sentinel_whose_words_nobody_reads_goes_on() -> None:
+def test_sentinel_with_blocked_stderr_kills_stopped_rank() -> None:
     """As behind `| tee` in a shell that has stopped both."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -242,7 +242,7 @@ def test_a_sentinel_whose_words_nobody_reads_goes_on() -> None:
             os.close(descriptor)
 
 
-def test_a_peer_that_does_not_read_or_is_gone_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channel_to_unreading_or_gone_peer_closes_without_blocking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo.faults.channel.MAX_UNSENT_BYTES", 1 << 20)
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -32,7 +32,7 @@ def await_joined(wire: Wire, times: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_reset_is_no_failure() -> None:
+def test_connection_reset_is_replaced_without_failure() -> None:
     with wired_job(nodes=3) as (nodes, wire):
         for again in (1, 2, 3):
             wire.reset()
@@ -47,7 +47,7 @@ def test_a_reset_is_no_failure() -> None:
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_record_is_not_lost_with_a_connection(node: int) -> None:
+def test_failure_record_survives_connection_reset(node: int) -> None:
     with wired_job() as (nodes, wire):
         wire.reset()
         nodes[node].ranks[1].tell("fail now")
@@ -56,7 +56,7 @@ def test_a_record_is_not_lost_with_a_connection(node: int) -> None:
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_goodbye_is_not_lost_with_a_connection(node: int) -> None:
+def test_goodbye_survives_connection_reset(node: int) -> None:
     with wired_job() as (nodes, wire):
         wire.reset()
         ends_well([nodes[node]])
@@ -64,7 +64,7 @@ def test_a_goodbye_is_not_lost_with_a_connection(node: int) -> None:
         ends_well([nodes[1 - node]])
 
 
-def test_a_reset_that_nobody_comes_back_from_is_reported_on_both_sides() -> None:
+def test_connection_reset_without_reconnect_is_reported_on_both_sides() -> None:
     with wired_job() as (nodes, wire):
         wire.refuse()
         wire.reset()
@@ -80,7 +80,7 @@ def test_a_reset_that_nobody_comes_back_from_is_reported_on_both_sides() -> None
         assert time.monotonic() - began < TIMEOUT_S
 
 
-def test_a_silent_wire_whose_machine_answers_gets_a_new_connection() -> None:
+def test_silent_connection_to_live_peer_is_replaced() -> None:
     """As a router does that has forgotten a connection: nothing comes through, and a new one does."""
     with wired_job(timeout_s=4.0) as (nodes, wire):
         wire.swallow()

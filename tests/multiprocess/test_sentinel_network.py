@@ -100,7 +100,7 @@ def job(net: Network, hosts: Sequence[int], timeout_s: float, *, old_kernel: boo
         yield nodes
 
 
-def test_a_cut_that_is_shorter_than_the_timeout_is_no_failure(machines: Callable[[int], Network]) -> None:
+def test_network_cut_shorter_than_timeout_reports_no_failure(machines: Callable[[int], Network]) -> None:
     """TCP waits twice as long with each try: after this cut for another 23 s, if it is left to itself."""
     net = machines(2)
     with (
@@ -117,7 +117,7 @@ def test_a_cut_that_is_shorter_than_the_timeout_is_no_failure(machines: Callable
         assert all(node.has_ended() for node in [*new, *old])
 
 
-def test_a_goodbye_waits_for_the_end_of_a_cut(machines: Callable[[int], Network]) -> None:
+def test_goodbye_during_network_cut_is_delivered_after_it(machines: Callable[[int], Network]) -> None:
     net = machines(2)
     with job(net, [0, 1], HEARTBEAT_TIMEOUT_S) as (first, second):
         net.cut(1)
@@ -131,7 +131,7 @@ def test_a_goodbye_waits_for_the_end_of_a_cut(machines: Callable[[int], Network]
         assert second.has_ended()
 
 
-def test_a_cut_that_stays_is_named_alike_on_both_sides(machines: Callable[[int], Network]) -> None:
+def test_lasting_network_cut_is_named_by_both_sides(machines: Callable[[int], Network]) -> None:
     net = machines(3)
     with job(net, [0, 2], SHORT_S) as two, job(net, [0, 1, 2], SHORT_S) as three:
         net.cut(2)
@@ -152,7 +152,7 @@ def test_a_cut_that_stays_is_named_alike_on_both_sides(machines: Callable[[int],
         assert time.monotonic() - began < 3 * SHORT_S + GRACE_S
 
 
-def test_a_cut_of_node_0_alone_throws_no_other_node_out(machines: Callable[[int], Network]) -> None:
+def test_network_cut_of_node_0_excludes_no_other_node(machines: Callable[[int], Network]) -> None:
     net = machines(4)
     with job(net, [0, 1, 2, 3], SHORT_S) as nodes:
         net.cut(0)

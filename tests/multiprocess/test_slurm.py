@@ -37,7 +37,7 @@ def plan(visible: str, *, ranks: int, node: int = 0) -> tuple[tuple[str, ...], t
     return topology.devices, topology.reserved_devices
 
 
-def test_gpus_that_slurm_hands_out(cluster: slurm.Slurm, tmp_path: Path) -> None:
+def test_plan_node_with_slurm_gpus_reserves_last_of_its_share(cluster: slurm.Slurm, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="node configuration is not available"):
         cluster.submit("--partition=gpu", "--nodelist=g7", "--gres=gpu:8", "--wrap=true")
     # Two jobs on one node: another one has its first three GPUs, so ours are called 3 to 7.
@@ -75,7 +75,9 @@ def short_of_time(cluster: slurm.Slurm, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("short_of_time")
-def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, tiny_model: Path, tmp_path: Path) -> None:
+def test_requeued_slurm_job_after_stop_finishes_remaining_steps(
+    cluster: slurm.Slurm, tiny_model: Path, tmp_path: Path
+) -> None:
     """A script that reads no arguments, on two nodes with an engine each: asked to stop in the fourth of its six steps,
     it goes on with the fifth, in the folder that the template says."""
     output_dir = tmp_path / "out"
@@ -119,7 +121,7 @@ def test_a_requeued_job_goes_on_where_it_was(cluster: slurm.Slurm, tiny_model: P
             assert list(logs.glob(f"engine-node{node}-0*attempt-{attempt}*")), said
 
 
-def test_requeue_before_the_time_is_up(cluster: slurm.Slurm, short_of_time: tuple[str, Path]) -> None:
+def test_slurm_job_near_time_limit_stops_and_requeues(cluster: slurm.Slurm, short_of_time: tuple[str, Path]) -> None:
     """Slurm's own signal before the time limit, and an exclusive job that has not asked for its GPUs by number."""
     job, output_dir = short_of_time
     ended = cluster.wait_for_state(job, {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"}, 120)
@@ -139,7 +141,7 @@ def test_requeue_before_the_time_is_up(cluster: slurm.Slurm, short_of_time: tupl
         assert record["environment"]["CUDA_VISIBLE_DEVICES"] == ("0,1,2,3,4,5,6", "0,1,2,3,4,5,6,7")[node]
 
 
-def test_srun_is_all_that_slurm_needs(cluster: slurm.Slurm, tmp_path: Path) -> None:
+def test_srun_of_launch_starts_two_jobs_on_shared_nodes(cluster: slurm.Slurm, tmp_path: Path) -> None:
     """`srun … grpo launch SCRIPT`, for two jobs that share both nodes."""
     script = ROOT / "tests" / "jobs" / "mistake_job.py"
     jobs = {}
@@ -160,7 +162,7 @@ def test_srun_is_all_that_slurm_needs(cluster: slurm.Slurm, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("slurm_is_here")
-def test_the_cluster_leaves_nothing_behind() -> None:
+def test_slurm_cluster_helper_leaves_no_process_or_folder() -> None:
     with slurm.cluster({"cpu": {"n1": 0}}) as short_lived:
         short_lived.submit("--partition=cpu", "--output=/dev/null", "--wrap=sleep 600")
         # munged, slurmctld, slurmd, the job's shell and its sleep

@@ -53,7 +53,7 @@ def await_both(cluster: slurm.Slurm, job: str, output_dir: Path) -> None:
     cluster.wait_until(are_there, 60, "the job does not start")
 
 
-def test_a_node_that_does_not_answer_is_replaced(cluster: slurm.Slurm, tmp_path: Path) -> None:
+def test_spare_node_replaces_unresponsive_node(cluster: slurm.Slurm, tmp_path: Path) -> None:
     """Slurm has not missed it yet, and srun would wait for it."""
     output_dir = tmp_path / "out"
     job = submit_stub(cluster, tmp_path, "silent", "finish")
@@ -69,7 +69,7 @@ def test_a_node_that_does_not_answer_is_replaced(cluster: slurm.Slurm, tmp_path:
         cluster.revive("n2")
 
 
-def test_a_node_that_slurm_takes_down_is_replaced_in_a_job_that_it_keeps(cluster: slurm.Slurm, tmp_path: Path) -> None:
+def test_spare_node_in_no_kill_job_replaces_down_node(cluster: slurm.Slurm, tmp_path: Path) -> None:
     output_dir = tmp_path / "out"
     job = submit_stub(cluster, tmp_path, "wait", "finish", options=("--partition=gpu", "--no-kill"))
     await_both(cluster, job, output_dir)
@@ -83,7 +83,7 @@ def test_a_node_that_slurm_takes_down_is_replaced_in_a_job_that_it_keeps(cluster
         assert [each["environment"]["CUDA_VISIBLE_DEVICES"] for each in launched] == ["0,1,2,3,4,5,6"] * 2, said
 
 
-def test_a_crash_that_is_no_nodes_fault_is_requeued(cluster: slurm.Slurm, tmp_path: Path) -> None:
+def test_crash_without_blamed_node_requeues_job_on_same_nodes(cluster: slurm.Slurm, tmp_path: Path) -> None:
     output_dir = tmp_path / "out"
     job = submit_stub(cluster, tmp_path, "heal", "finish")
     ended = cluster.wait_for_state(job, ENDS, 180)
@@ -93,7 +93,7 @@ def test_a_crash_that_is_no_nodes_fault_is_requeued(cluster: slurm.Slurm, tmp_pa
 
 
 @pytest.mark.parametrize(("node", "left", "given_back"), [(1, ["n1", "n3"], True), (0, ["n2", "n3"], False)])
-def test_a_host_that_two_attempts_blame_is_replaced(
+def test_spare_node_after_two_blaming_attempts_replaces_host(
     node: int, left: list[str], given_back: bool, cluster: slurm.Slurm, tmp_path: Path
 ) -> None:
     """It runs, and the batch script may run on it."""
@@ -118,7 +118,7 @@ if os.environ.get("SLURMD_NODENAME") == "n2" and "grpo.engine.host" in sys.orig_
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_an_engine_that_never_starts_on_one_host(cluster: slurm.Slurm, tmp_path: Path) -> None:
+def test_spare_node_replaces_host_with_failing_engine(cluster: slurm.Slurm, tmp_path: Path) -> None:
     output_dir, programs = tmp_path / "out", tmp_path / "python"
     programs.mkdir()
     (programs / "sitecustomize.py").write_text(ENGINE_OF_N2_DIES)
@@ -150,7 +150,7 @@ def test_an_engine_that_never_starts_on_one_host(cluster: slurm.Slurm, tmp_path:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_training_goes_on_with_the_spare(cluster: slurm.Slurm, tmp_path: Path) -> None:
+def test_training_after_node_loss_continues_on_spare_node(cluster: slurm.Slurm, tmp_path: Path) -> None:
     """Killed in the fourth step, with a checkpoint after the second: no prompt is left out, and none comes twice."""
     output_dir = tmp_path / "out"
     job = submit(

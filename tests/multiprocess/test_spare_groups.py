@@ -30,7 +30,7 @@ def check(line: dict[str, Any], rewards: list[float], num_spares: int) -> None:
     assert line["spare_groups/extra_completions"] == num_spares * NUM_GENERATIONS
 
 
-def test_rows_come_to_other_nodes_with_all_that_is_theirs(tmp_path: Path) -> None:
+def test_spare_groups_over_two_nodes_keep_rows_intact(tmp_path: Path) -> None:
     """Two nodes of two ranks, a batch ahead: log-probabilities of engine and trainer agree, so tokens are their own."""
     model, spares = save_tiny_model("llama-untied", tmp_path / "model"), 3
     config = {"per_device_train_batch_size": 5, "spare_groups": spares, "generation_lookahead": 1}
@@ -48,7 +48,7 @@ def test_rows_come_to_other_nodes_with_all_that_is_theirs(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_with_the_same_groups(tiny_model: Path, tmp_path: Path) -> None:
+def test_resume_with_spare_groups_after_kill_matches_whole_run(tiny_model: Path, tmp_path: Path) -> None:
     """Every second prompt is flat; a group lies on two ranks."""
     spares = 1
     config = {"max_steps": 6, "save_steps": 2, "use_vllm": True, "check_rewards": False, "spare_groups": spares}

@@ -36,9 +36,7 @@ def holds_the_lock(rank: object) -> None:
 
 
 @pytest.mark.parametrize("stuck", [None, holds_the_lock], ids=["asleep", "with the interpreter's lock"])
-def test_a_rank_for_which_the_others_wait_is_named_with_its_stack(
-    stuck: Callable | None, capfd: pytest.CaptureFixture
-) -> None:
+def test_stalled_rank_is_named_with_its_stack(stuck: Callable | None, capfd: pytest.CaptureFixture) -> None:
     with light_job(TIMEOUT_S, nodes=2, **QUICK) as nodes:
         all_enter(nodes, late=2)
         if stuck is not None:
@@ -55,7 +53,7 @@ def test_a_rank_for_which_the_others_wait_is_named_with_its_stack(
         assert "light_rank.py" in record.cause
 
 
-def test_who_saves_or_generates_has_deadlines_of_its_own(capfd: pytest.CaptureFixture) -> None:
+def test_late_rank_in_save_generate_or_evaluate_is_not_stalled(capfd: pytest.CaptureFixture) -> None:
     for phase in ("save", "generate", "evaluate"):
         with light_job(TIMEOUT_S, nodes=2, **QUICK) as nodes:
             all_enter(nodes, late=2, phase=phase)
@@ -64,7 +62,7 @@ def test_who_saves_or_generates_has_deadlines_of_its_own(capfd: pytest.CaptureFi
     assert "warns" not in capfd.readouterr().err
 
 
-def test_a_generation_takes_its_time_while_its_local_main_looks_around(capfd: pytest.CaptureFixture) -> None:
+def test_generation_stall_counts_from_last_look_of_local_main(capfd: pytest.CaptureFixture) -> None:
     with light_job(TIMEOUT_S, nodes=2, **QUICK) as nodes:
         for rank in everyone(nodes):
             rank.do("step 0.1")
@@ -80,7 +78,7 @@ def test_a_generation_takes_its_time_while_its_local_main_looks_around(capfd: py
         assert "GRPO-620" in record.cause
 
 
-def test_who_goes_on_is_not_stuck(capfd: pytest.CaptureFixture) -> None:
+def test_late_rank_with_progress_is_not_stalled(capfd: pytest.CaptureFixture) -> None:
     with light_job(TIMEOUT_S, nodes=2, **QUICK) as nodes:
         all_enter(nodes, late=2)
         for _ in range(30):
@@ -93,7 +91,7 @@ def test_who_goes_on_is_not_stuck(capfd: pytest.CaptureFixture) -> None:
     assert "warns" not in capfd.readouterr().err
 
 
-def test_a_long_step_takes_its_time(capfd: pytest.CaptureFixture) -> None:
+def test_stall_limit_after_long_step_grows_with_it(capfd: pytest.CaptureFixture) -> None:
     """Five of them."""
     with light_job(TIMEOUT_S, nodes=2, **QUICK) as nodes:
         all_enter(nodes, late=2)
@@ -103,7 +101,7 @@ def test_a_long_step_takes_its_time(capfd: pytest.CaptureFixture) -> None:
     assert "warns" not in capfd.readouterr().err
 
 
-def test_before_the_first_step_has_ended_there_is_the_time_of_a_start(capfd: pytest.CaptureFixture) -> None:
+def test_stall_limit_before_first_step_is_first_stall_s(capfd: pytest.CaptureFixture) -> None:
     for first_s in (2 * STALL_S, 60.0):
         with light_job(TIMEOUT_S, nodes=2, **{**QUICK, "first_stall_s": first_s}) as nodes:
             for rank in everyone(nodes):
@@ -120,7 +118,7 @@ def test_before_the_first_step_has_ended_there_is_the_time_of_a_start(capfd: pyt
                 assert time.monotonic() - begun > STALL_S, "the limit of later steps"
 
 
-def test_all_wait_in_the_same_place(capfd: pytest.CaptureFixture) -> None:
+def test_stall_of_all_ranks_at_same_place_is_reported(capfd: pytest.CaptureFixture) -> None:
     with light_job(TIMEOUT_S, nodes=2, **QUICK) as nodes:
         all_enter(nodes, late=-1)
         said = until_said(capfd, "none of them goes on")
@@ -129,7 +127,7 @@ def test_all_wait_in_the_same_place(capfd: pytest.CaptureFixture) -> None:
         assert (record.node, record.rank) == (0, 0)
 
 
-def test_who_is_aborted_while_it_waits_is_not_blamed() -> None:
+def test_rank_aborted_while_waiting_blames_rank_behind() -> None:
     """As by NCCL's watchdog."""
     with light_job(TIMEOUT_S, nodes=2, stall_s=600.0, first_stall_s=600.0) as nodes:
         all_enter(nodes, late=2)

@@ -12,9 +12,7 @@ from tests.support.stuck_engine import FOR_EVER, NextStep
 
 
 @pytest.mark.long  # an engine alone: `tests/engine/test_stalls.py`
-def test_an_engine_that_is_stuck_is_started_again_and_its_requests_are_sampled_again(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_stuck_engine_restarts_and_resamples_its_requests(tiny_model: Path, tmp_path: Path) -> None:
     (folder := tmp_path / "slow").mkdir()
     next_step = NextStep(folder)
     config = {"vllm_stall_timeout": 5.0}

@@ -63,7 +63,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def test_own_gather_is_deepspeeds(found: list[dict]) -> None:
+def test_sync_gather_matches_deepspeed_gather(found: list[dict]) -> None:
     for name, case in CASES.items():
         for rank, results in enumerate(found):
             result = results[name]
@@ -77,7 +77,7 @@ def test_own_gather_is_deepspeeds(found: list[dict]) -> None:
     assert all(found[0][name]["padded"] > 20 for name in CASES)  # three ranks nearly always need it
 
 
-def test_a_wire_that_breaks_leaves_no_rank_in_a_gather(found: list[dict]) -> None:
+def test_sync_gather_with_broken_wire_walks_all_buckets_on_all_ranks(found: list[dict]) -> None:
     for rank, results in enumerate(found):
         broken = results["broken wire"]
         assert broken["walked"] == 2 * broken["buckets"] > 20  # by every rank, so that none is left in a gather
@@ -87,7 +87,7 @@ def test_a_wire_that_breaks_leaves_no_rank_in_a_gather(found: list[dict]) -> Non
         assert (broken["arrived"] > 20) == (rank == 0)
 
 
-def test_memory_of_a_sync_does_not_grow_with_the_model(found: list[dict]) -> None:
+def test_weight_sync_memory_stays_within_buckets(found: list[dict]) -> None:
     for rank, results in enumerate(found):
         memory = results["memory"]
         assert memory["model"] > 10 * memory["bucket"]
@@ -98,18 +98,18 @@ def test_memory_of_a_sync_does_not_grow_with_the_model(found: list[dict]) -> Non
     assert found[0]["memory"]["grown"] > NUM_BUFFERS * found[0]["memory"]["bucket"]  # it is measured
 
 
-def test_shards_travel_both_ways_and_leave_no_memory_behind(found: list[dict]) -> None:
+def test_shard_gather_in_both_ways_is_exact_and_frees_memory(found: list[dict]) -> None:
     assert [rank["ways"] for rank in found] == [4] * RANKS  # two ways, to one receiver and to two
 
 
-def test_writes_to_frozen_parameters_are_seen_where_their_shards_are(found: list[dict]) -> None:
+def test_writes_to_frozen_parameters_are_detected_by_shard_holders(found: list[dict]) -> None:
     norm = ["model.norm.weight"]
     for rank, results in enumerate(found):
         seen = {"a step": [], "by a gather": norm, "to a shard": norm if rank == 1 else []}
         assert results["frozen"] == seen, f"rank {rank}"
 
 
-def test_all_ranks_give_positions_where_pads_change_what_one_computes(found: list[dict]) -> None:
+def test_padding_verifier_with_one_differing_rank_corrects_all_ranks(found: list[dict]) -> None:
     """In training, too, whose forwards ZeRO-3 gathers ahead in the order that it has seen."""
     for rank, results in enumerate(found):
         changed = results["padding"]

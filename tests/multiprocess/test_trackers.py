@@ -48,7 +48,7 @@ def tracker_run(run: Path) -> str:
 
 
 @pytest.mark.long
-def test_two_attempts_are_one_run_to_every_tracker(tiny_model: Path, tmp_path: Path) -> None:
+def test_trackers_over_two_attempts_show_one_run(tiny_model: Path, tmp_path: Path) -> None:
     """The first logs step 3, but the second goes on from the checkpoint of step 2."""
     run = tmp_path / "run"
     attempt(tiny_model, run, 0, max_steps=3)

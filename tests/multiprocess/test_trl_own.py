@@ -58,20 +58,20 @@ def differences(outcomes: dict[str, dict[str, str]], mode: str) -> dict[str, str
     }
 
 
-def test_most_of_them_pass_with_trls_classes(outcomes: dict[str, dict[str, str]]) -> None:
+def test_trl_tests_with_trl_classes_mostly_pass(outcomes: dict[str, dict[str, str]]) -> None:
     assert sum(outcome == "passed" for outcome in outcomes["theirs"].values()) > 100
 
 
-def test_ours_end_as_theirs(outcomes: dict[str, dict[str, str]]) -> None:
+def test_trl_tests_with_own_classes_match_trl(outcomes: dict[str, dict[str, str]]) -> None:
     assert differences(outcomes, "ours") == {}
 
 
-def test_local_mode_ends_as_theirs_but_for_what_cannot_be(outcomes: dict[str, dict[str, str]]) -> None:
+def test_trl_tests_in_local_mode_match_trl_except_listed(outcomes: dict[str, dict[str, str]]) -> None:
     found = differences(outcomes, "local")
     assert {name: how for name, how in found.items() if not any(part in name for part in NOT_IN_LOCAL_MODE)} == {}
 
 
-def test_what_cannot_pass_in_local_mode_does_not(outcomes: dict[str, dict[str, str]]) -> None:
+def test_trl_tests_listed_as_exceptions_fail_in_local_mode(outcomes: dict[str, dict[str, str]]) -> None:
     """Of those that pass with TRL's classes: others say nothing, such as tests of another version or for GPUs."""
     passed = {
         mode: {name for name, outcome in outcomes[mode].items() if outcome == "passed"} for mode in ("theirs", "local")

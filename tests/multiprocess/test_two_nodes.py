@@ -76,12 +76,12 @@ def unbalanced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Unbalan
     return Unbalanced(job=job, steps=steps, listened=listened, refused=refused, was_obeyed=strangers.marker.exists())
 
 
-def test_the_page_says_all_that_listens(unbalanced: Unbalanced) -> None:
+def test_listening_sockets_of_two_nodes_match_docs(unbalanced: Unbalanced) -> None:
     found = set().union(*unbalanced.listened.values())
     assert found == documented()["always"], "\n".join(f"{there}: {who}" for there, who in unbalanced.listened.items())
 
 
-def test_nobody_obeys_strangers_and_the_job_goes_on(unbalanced: Unbalanced) -> None:
+def test_stranger_pickles_on_sockets_are_not_executed(unbalanced: Unbalanced) -> None:
     """It has made all its steps, with both engines right; see the fixture."""
     assert not unbalanced.was_obeyed
     assert len(unbalanced.listened) > 4
@@ -89,7 +89,7 @@ def test_nobody_obeys_strangers_and_the_job_goes_on(unbalanced: Unbalanced) -> N
     assert deaf <= {"unix, without a file"}, "a sentinel alone throws out who is no rank before he has said anything"
 
 
-def test_what_both_nodes_recorded(unbalanced: Unbalanced, tmp_path: Path) -> None:
+def test_timelines_report_and_trace_of_two_nodes_are_complete(unbalanced: Unbalanced, tmp_path: Path) -> None:
     """On one clock, and whole: the page and the trace miss nothing of it."""
     folder, steps = unbalanced.job.output_dir, unbalanced.steps
     timelines = read_timelines(folder)
@@ -126,7 +126,7 @@ def test_what_both_nodes_recorded(unbalanced: Unbalanced, tmp_path: Path) -> Non
     assert len(names) == 2
 
 
-def test_a_group_straddles_both_nodes(unbalanced: Unbalanced) -> None:
+def test_group_split_over_two_nodes_has_four_distinct_samples(unbalanced: Unbalanced) -> None:
     job, steps = unbalanced.job, unbalanced.steps
     samples = [lines_of(job, f"samples-{rank}.jsonl") for rank in (0, 1)]
     for line, first, second in zip(steps, *samples, strict=True):
@@ -170,9 +170,7 @@ def balanced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-def test_balanced_completions_come_back_to_their_rows_and_are_the_same_whatever_dies(
-    unbalanced: Unbalanced, balanced: Job
-) -> None:
+def test_balanced_nodes_after_engine_deaths_return_same_completions(unbalanced: Unbalanced, balanced: Job) -> None:
     job, whole = balanced, STEPS - 1
     for line in job.metrics():
         assert line["sampling/sampling_logp_difference/max"] < MAX_GAP, job.fail(str(line))
@@ -185,7 +183,7 @@ def test_balanced_completions_come_back_to_their_rows_and_are_the_same_whatever_
     assert sent == [[[10], [10], [20], [10], [10]], [[2]] * whole]  # all of it once more, after the death
 
 
-def test_engines_that_die_hold_up_both_nodes_and_come_back(balanced: Job) -> None:
+def test_engine_deaths_on_two_nodes_restart_and_reissue_requests(balanced: Job) -> None:
     job = balanced
     state = json.loads((job.output_dir / "run_state.json").read_text())
     deaths = [
@@ -205,7 +203,7 @@ def test_engines_that_die_hold_up_both_nodes_and_come_back(balanced: Job) -> Non
         assert line["weight_sync/repeats"] == (step == 5)
 
 
-def test_an_engine_that_may_not_come_back_ends_the_job_with_one_record(balanced: Job) -> None:
+def test_engine_death_beyond_max_restarts_ends_job_with_one_record(balanced: Job) -> None:
     """After the last step that is whole has been saved."""
     job = balanced
     says = ["node 1", "rank 1", "phase 'generate'", "[GRPO-408]", "engine 0 of node 1 ", "[GRPO-406]"]
@@ -284,7 +282,7 @@ ONE_DEATH = [
 """Of both nodes, by the clock."""
 
 
-def test_a_reader_of_the_log_finds_what_happened_when(balanced: Job) -> None:
+def test_logs_of_two_nodes_hold_expected_events_in_order(balanced: Job) -> None:
     assert sum(map(len, EVENTS.values())) >= 25
     logs = {process: read_log(balanced.output_dir, process) for process in EVENTS}
     for process, events in EVENTS.items():
@@ -302,7 +300,7 @@ def test_a_reader_of_the_log_finds_what_happened_when(balanced: Job) -> None:
     assert times == sorted(times), list(zip(ONE_DEATH, times, strict=True))
 
 
-def test_a_step_leaves_few_records(balanced: Job) -> None:
+def test_log_of_one_step_has_few_records(balanced: Job) -> None:
     for rank in (R0, R1):
         log = read_log(balanced.output_dir, rank)
         at = [find(log, f"step {step} ends") for step in range(1, STEPS)]
@@ -344,13 +342,13 @@ def ahead(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-def test_a_log_that_hangs_holds_no_step_and_no_watch(ahead: Job) -> None:
+def test_log_on_unread_pipe_blocks_no_step(ahead: Job) -> None:
     """And no sentinel: the job has made its steps, and ended in time with one record; see the fixture."""
     assert len(ahead.metrics()) == 5
     assert re.search(r"\[grpo\] \d+ records are missing in \S*rank-node1-1\.attempt-0\.log: ", ahead.output())
 
 
-def test_two_nodes_sample_ahead_with_an_evaluation_in_between(ahead: Job) -> None:
+def test_lookahead_on_two_nodes_with_evaluations_reports_policy_lag(ahead: Job) -> None:
     """With a learning rate of 0 old completions are as likely as new ones: a row at a wrong place would show."""
     job, steps = ahead, ahead.metrics()
     assert [line["rollout/policy_lag"] for line in steps] == [0, 1, 1, 1, 1], job.fail(str(steps))
@@ -368,7 +366,7 @@ def test_two_nodes_sample_ahead_with_an_evaluation_in_between(ahead: Job) -> Non
         assert line["eval_rollout/policy_lag"] == 0
 
 
-def test_a_reward_that_raises_on_one_rank_raises_everywhere(ahead: Job) -> None:
+def test_reward_error_on_one_rank_ends_all_ranks(ahead: Job) -> None:
     """And nothing stays, though engines sample for the step after it; see the fixture."""
     record = the_record(ahead, ahead.output(), says=["node 1", "rank 1", "phase 'reward'", "went wrong"])
     raised, stuck = f"[rank0]: grpo.faults.failure.JobFailed: the job failed on {record}", "[grpo] rank 0 ends: "

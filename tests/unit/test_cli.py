@@ -13,7 +13,7 @@ from grpo import cli
 from grpo.place.same_everywhere import DISTRIBUTION
 
 
-def test_its_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_package_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
     assert ended.value.code == 0
@@ -21,7 +21,7 @@ def test_its_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     assert metadata.version(DISTRIBUTION) == grpo.__version__
 
 
-def test_it_runs_as_a_module() -> None:
+def test_python_m_grpo_help_lists_commands() -> None:
     result = subprocess.run([sys.executable, "-m", "grpo", "--help"], capture_output=True, text=True)
     assert result.returncode == 0
     assert result.stdout.startswith("usage: grpo ")
@@ -29,13 +29,13 @@ def test_it_runs_as_a_module() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
-def test_the_lists_of_versions_travel_with_it(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_constraints_command_prints_constraints_file(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["constraints", backend]) == 0
     root = Path(__file__).resolve().parents[2]
     assert capsys.readouterr().out == (root / "constraints" / f"{backend}.txt").read_text()
 
 
-def test_the_recipe_is_a_module_too() -> None:
+def test_train_module_with_unknown_flag_fails_without_traceback() -> None:
     command = [sys.executable, "-m", "grpo.train", "--reward_funcs", "accuracy_reward", "--no_such_flag"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1
@@ -54,7 +54,7 @@ def test_the_recipe_is_a_module_too() -> None:
         ("nope", r"nope does not exist$"),
     ],
 )
-def test_what_is_no_checkpoint_is_answered_with_what_there_is(
+def test_export_and_reshape_with_wrong_path_explain_error(
     words: list[str], named: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (3, 10):
@@ -64,14 +64,14 @@ def test_what_is_no_checkpoint_is_answered_with_what_there_is(
 
 
 @pytest.mark.parametrize("option", ["--main_process_port", "--main-process-port"])
-def test_options_are_taken_in_both_spellings(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_option_with_dash_or_underscore_is_parsed(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ports: list[int] = []
     monkeypatch.setattr("grpo.ops.launch.command.run", lambda args: ports.append(args.main_process_port) or 0)
     assert cli.main(["launch", option, "5", "--output_dir", "out", "train.py", "--its_own", "--and-this"]) == 0
     assert ports == [5]
 
 
-def test_flags_of_another_program_are_shown_where_to_go(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_training_flag_hints_at_double_dash(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", "--num_processes", "7", "--learning_rate", "1"])
     assert "unrecognized arguments: --learning_rate; flags of train.py follow behind ` -- `" in capsys.readouterr().err

@@ -94,7 +94,7 @@ DEATHS: dict[str, dict[str, Any]] = {
     ("where", "ahead"),
     [*((where, 0) for where in DEATHS), *((where, 3) for where in DEATHS if where != "three of them")],
 )
-def test_the_run_is_what_it_would_have_been(
+def test_run_after_engine_death_matches_undisturbed_run(
     where: str,
     ahead: int,
     tiny_model: Path,
@@ -135,7 +135,7 @@ def test_the_run_is_what_it_would_have_been(
     assert "was killed by signal 9" in state["restarts"][0]
 
 
-def test_what_was_lost_of_a_batch_ahead_is_sampled_by_the_new_policy(
+def test_engine_restart_resamples_lost_prompts_with_new_policy(
     tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]
 ) -> None:
     trained(tiny_model, tmp_path / "whole", script, generation_lookahead=1)
@@ -149,7 +149,7 @@ def test_what_was_lost_of_a_batch_ahead_is_sampled_by_the_new_policy(
     assert lines[1]["engine/requests_reissued"] == 4
 
 
-def test_where_engines_do_not_come_back_no_step_is_lost(
+def test_resume_after_engine_failure_without_restarts_loses_no_step(
     tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]
 ) -> None:
     undisturbed = trained(tiny_model, tmp_path / "whole", script)
@@ -166,7 +166,7 @@ def test_where_engines_do_not_come_back_no_step_is_lost(
     assert torch.equal(weights(trainer), weights(undisturbed))
 
 
-def test_the_sync_group_of_a_dead_engine_is_closed_before_its_successor_starts(
+def test_sync_group_of_dead_engine_closes_before_restart(
     tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may hold buffers on the engine's GPU."""
@@ -194,7 +194,7 @@ def test_the_sync_group_of_a_dead_engine_is_closed_before_its_successor_starts(
     assert events[:3] == [("engine", "starts"), ("group", "opens"), ("sync", 0)]
 
 
-def test_the_limit_counts_an_hour(tiny_model: Path, tmp_path: Path, script: Script) -> None:
+def test_restart_limit_counts_restarts_within_one_hour(tiny_model: Path, tmp_path: Path, script: Script) -> None:
     with pytest.raises(StepFailed, match=r"1 times in an hour .*\[GRPO-408\]: EngineDied: engine 0 of node 0"):
         trained(tiny_model, tmp_path, script, ("submit", 3), ("update_weights", 3), vllm_max_restarts=1)
     assert state_of(tmp_path)["checkpoint"].endswith("checkpoint-1")
@@ -202,7 +202,7 @@ def test_the_limit_counts_an_hour(tiny_model: Path, tmp_path: Path, script: Scri
     assert [limit.allows(now) for now in (0.0, 10.0, 20.0, 3611.0, 3650.0)] == [True, True, False, True, True]
 
 
-def test_a_trainer_whose_engines_were_closed_says_so(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+def test_train_after_close_raises(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
     trainer = make_trainer(tiny_model, tmp_path / "run", story, vllm_max_logprob_gap=LOOSE, max_steps=1)
     trainer.close()
     with pytest.raises(RuntimeError, match="the engines of this trainer were closed: make a new trainer"):
@@ -210,7 +210,7 @@ def test_a_trainer_whose_engines_were_closed_says_so(tiny_model: Path, tmp_path:
     trainer.close()
 
 
-def test_engines_end_where_another_one_cannot_be_started(
+def test_engine_start_failure_closes_started_engines(
     tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(spec: EngineSpec, **more: Any) -> ScriptedEngine:
@@ -224,14 +224,14 @@ def test_engines_end_where_another_one_cannot_be_started(
     assert [engine.is_closed for engine in script.started] == [True]
 
 
-def test_two_failed_starts_end_the_job(tiny_model: Path, tmp_path: Path, script: Script) -> None:
+def test_engine_restart_after_two_failed_starts_ends_job(tiny_model: Path, tmp_path: Path, script: Script) -> None:
     with pytest.raises(StepFailed, match=r"2 times \[GRPO-409\]: EngineDied: engine 0 of node 0"):
         trained(tiny_model, tmp_path, script, ("submit", 3), ("wait_ready", 2), ("wait_ready", 3))
     assert state_of(tmp_path)["checkpoint"].endswith("checkpoint-1")
     assert len(script.started) == 3
 
 
-def test_engines_that_die_of_whatever_is_asked_end_the_job(tiny_model: Path, tmp_path: Path, script: Script) -> None:
+def test_engine_dying_of_every_request_ends_job(tiny_model: Path, tmp_path: Path, script: Script) -> None:
     script.dies_of = lambda sample: script.asked["submit"] > 2
     with pytest.raises(StepFailed, match=r"died again .* answered before: rows \[.*GRPO-410.*signal 9"):
         trained(tiny_model, tmp_path, script)
@@ -240,7 +240,7 @@ def test_engines_that_die_of_whatever_is_asked_end_the_job(tiny_model: Path, tmp
     assert state["checkpoint"].endswith("checkpoint-1")
 
 
-def test_prompts_that_no_engine_takes_are_left_out(
+def test_prompts_refused_by_engines_are_left_out_of_training(
     tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No function sees them, they have no reward and no part in the loss, and the rest of their batch trains."""
@@ -271,7 +271,7 @@ def test_prompts_that_no_engine_takes_are_left_out(
     assert state_of(tmp_path / "few")["kind"] == "user"
 
 
-def test_a_prompt_of_which_engines_die_is_left_out_and_the_run_goes_on(
+def test_prompt_killing_engines_is_left_out_of_training(
     tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]
 ) -> None:
     """In two epochs: in the second one it is known. Deaths in the search are none of the engine's."""
@@ -291,9 +291,7 @@ def test_a_prompt_of_which_engines_die_is_left_out_and_the_run_goes_on(
         trained(tiny_model, tmp_path / "few", script, prompts=prompts, vllm_max_refused=3)
 
 
-def test_an_engine_that_dies_after_a_stop_was_asked_for_is_not_missed(
-    tiny_model: Path, tmp_path: Path, script: Script
-) -> None:
+def test_engine_death_after_stop_request_exits_with_zero(tiny_model: Path, tmp_path: Path, script: Script) -> None:
     """The scheduler's signal goes to all processes of a job."""
     with pytest.raises(SystemExit) as ended:
         trained(tiny_model, tmp_path, script, ("submit", 5), stop_at=1, gradient_accumulation_steps=1, num_iterations=1)

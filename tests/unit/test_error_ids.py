@@ -36,21 +36,21 @@ def explained() -> list[str]:
     return re.findall(r"^### (.*)$", page, re.MULTILINE)
 
 
-def test_an_id_stands_at_one_raise_site_and_has_one_entry() -> None:
+def test_error_ids_have_one_raise_site_and_one_entry() -> None:
     sites = raised()
     assert [name for name, count in sites.items() if count > 1] == [], "a cause has one id, an id one cause"
     assert sorted(sites) == explained(), "the entries of docs/troubleshooting.md, in order"
     assert all(re.fullmatch(r"GRPO-[1-9]\d\d", name) for name in sites)
 
 
-def test_an_id_stands_in_brackets() -> None:
+def test_error_ids_in_texts_stand_in_brackets() -> None:
     """As the report looks for them."""
     for path in sorted(ROOT.glob("grpo/**/*.py")):
         for text in texts_of(path):
             assert ID.findall(text) == IN_BRACKETS.findall(text), f"{path}: {text}"
 
 
-def test_every_id_is_asserted_where_the_fault_is_real() -> None:
+def test_error_ids_are_all_asserted_in_tests() -> None:
     tests = [path for path in ROOT.glob("tests/**/test_*.py") if not any(part in str(path) for part in MADE_UP)]
     asserted = {name for path in tests for text in texts_of(path) for name in ID.findall(text)}
     assert asserted == raised().keys()

@@ -53,7 +53,7 @@ EVALUATES: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_dev
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_weights_that_a_callback_swaps_in_are_evaluated_and_not_trained_with(
+def test_weights_swapped_by_callback_serve_evaluation_only(
     ahead: int, tiny_model: Path, tmp_path: Path, script: Script
 ) -> None:
     trainer = make_trainer(tiny_model, tmp_path / "run", script.story, generation_lookahead=ahead, **EVALUATES)
@@ -68,7 +68,7 @@ def test_weights_that_a_callback_swaps_in_are_evaluated_and_not_trained_with(
     assert lags == [0, ahead, ahead]  # the same weights once more make no batch older
 
 
-def test_the_best_weights_are_evaluated_once_they_are_loaded(tiny_model: Path, tmp_path: Path, script: Script) -> None:
+def test_evaluate_after_loading_best_model_syncs_its_weights(tiny_model: Path, tmp_path: Path, script: Script) -> None:
     saves = {"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True, "learning_rate": 1e-2}
     trainer = make_trainer(
         tiny_model, tmp_path / "run", script.story, metric_for_best_model="eval_reward", **saves, **EVALUATES
@@ -87,6 +87,6 @@ def test_the_best_weights_are_evaluated_once_they_are_loaded(tiny_model: Path, t
     assert set(of_kind(script.story, "sample")) == {0.0}
 
 
-def test_settings_of_a_set_that_is_not_there_are_refused(tiny_model: Path, tmp_path: Path, script: Script) -> None:
+def test_eval_sets_without_named_dataset_raises(tiny_model: Path, tmp_path: Path, script: Script) -> None:
     with pytest.raises(ValueError, match="eval_sets speaks of math, but eval_dataset is no dict of sets by name"):
         make_trainer(tiny_model, tmp_path / "run", script.story, eval_sets={"math": {"temperature": 0}}, **EVALUATES)

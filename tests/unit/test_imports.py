@@ -26,13 +26,13 @@ def test_light_modules_load_neither_engine_nor_deepspeed(module: str) -> None:
     assert not {"vllm", "deepspeed", "grpo.engine"} & loaded(f"import {module}")
 
 
-def test_what_runs_before_a_users_script_reads_no_variable_that_it_may_set() -> None:
+def test_launcher_modules_load_neither_torch_nor_transformers() -> None:
     """HF_HOME, HF_HUB_OFFLINE and others are read once, at import."""
     modules = loaded("import grpo.ops.launch.script, grpo.ops.launch.agent, grpo.ops.mistakes")
     assert not {"datasets", "huggingface_hub", "transformers", "torch", "pyarrow"} & modules
 
 
-def test_importing_the_package_loads_nothing() -> None:
+def test_package_import_loads_no_library() -> None:
     assert not {"torch", "trl", "vllm", "deepspeed", "transformers"} & loaded("import grpo")
 
 
@@ -44,11 +44,11 @@ def test_help_loads_no_library(command: str) -> None:
     assert not {"torch", "transformers", "trl", "datasets", "accelerate", "deepspeed", "altair"} & modules
 
 
-def test_the_sentinel_loads_the_standard_library_alone() -> None:
+def test_sentinel_import_loads_only_standard_library() -> None:
     assert not {"torch", "numpy", "psutil", "pydantic", "multiprocessing"} & loaded("import grpo.faults.sentinel")
 
 
-def test_the_engine_host_loads_nothing_of_the_trainer() -> None:
+def test_engine_host_import_loads_no_trainer_module() -> None:
     modules = loaded("import grpo.engine.host, grpo.engine.client, grpo.engine.early, grpo.engine.plugin")
     assert not {"torch", "trl", "deepspeed", "vllm", "grpo.trainer"} & modules
     workers = loaded("import grpo.weights.worker")
@@ -82,7 +82,7 @@ def names_above(module: str, source: str) -> list[str]:
     ]
 
 
-def test_no_text_names_a_module_that_may_not_be_imported() -> None:
+def test_texts_in_package_name_no_forbidden_module() -> None:
     modules = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -103,5 +103,5 @@ def test_no_text_names_a_module_that_may_not_be_imported() -> None:
         ("grpo.ops.plan.job", 'X = ["grpo.ops.doctor.table", "grpo.ops.train.data"]', ["grpo.ops.doctor.table"]),
     ],
 )
-def test_a_text_that_names_a_module_is_found(module: str, source: str, found: list[str]) -> None:
+def test_names_above_finds_forbidden_modules_in_texts(module: str, source: str, found: list[str]) -> None:
     assert names_above(module, source) == found

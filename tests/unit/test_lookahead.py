@@ -25,7 +25,7 @@ from tests.support.scripted_trainer import make_trainer, of_kind, train, use_scr
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_rows_that_are_read_ahead_are_those_that_the_loader_deals_out(world_size: int) -> None:
+def test_rows_of_batch_match_data_loader_over_epochs(world_size: int) -> None:
     """Also over the end of an epoch. A group of 4 may lie on two ranks."""
     sampler = GenerationSampler(range(20), prompts_per_batch=3, num_generations=4, repeats=2, shuffle=True, seed=5)
     dealt: dict[int, list[list[int]]] = {rank: [] for rank in range(world_size)}
@@ -77,7 +77,7 @@ def story(script: Script, monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> 
     return events
 
 
-def test_the_order_and_the_lag(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+def test_lookahead_of_one_keeps_order_and_reports_lag(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
     trainer = train(tiny_model, tmp_path, story, generation_lookahead=1)
     first, second, third = of_kind(story, "score")
     assert story == [
@@ -95,7 +95,9 @@ def test_the_order_and_the_lag(tiny_model: Path, tmp_path: Path, story: list[tup
     assert all(0 <= line[name] <= 1 for line in lines[1:] for name in ("rollout/wait_share", "engine/idle_share"))
 
 
-def test_three_batches_under_way(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+def test_lookahead_of_three_keeps_order_and_reports_staleness(
+    tiny_model: Path, tmp_path: Path, story: list[tuple]
+) -> None:
     """A weight sync comes before the wait for the oldest batch, and the next batch behind it; no batch after the
     last step."""
     trainer = train(tiny_model, tmp_path, story, generation_lookahead=3, max_steps=6)
@@ -114,7 +116,7 @@ def test_three_batches_under_way(tiny_model: Path, tmp_path: Path, story: list[t
         assert [line[f"rollout/{name}"] for line in lines] == [0, 1, 2, 3, 3, 3], name
 
 
-def test_an_evaluation_that_is_not_the_loops_own_waits_for_all_that_is_under_way(
+def test_evaluate_from_callback_waits_for_batches_in_flight(
     tiny_model: Path, tmp_path: Path, story: list[tuple]
 ) -> None:
     """It may be of other weights than those of training."""
@@ -141,7 +143,7 @@ def test_an_evaluation_that_is_not_the_loops_own_waits_for_all_that_is_under_way
     ]  # fmt: skip
 
 
-def test_on_policy_by_default(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+def test_lookahead_by_default_is_on_policy(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
     trainer = train(tiny_model, tmp_path, story, max_steps=2)
     first, second = of_kind(story, "score")
     assert story == [
@@ -151,7 +153,7 @@ def test_on_policy_by_default(tiny_model: Path, tmp_path: Path, story: list[tupl
     assert {line["rollout/policy_lag"] for line in trainer.state.log_history if "reward" in line} == {0}
 
 
-def test_a_second_training_begins_with_a_sync(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+def test_second_train_begins_with_weight_sync(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
     trainer = make_trainer(tiny_model, tmp_path, story, max_steps=1)
     try:
         trainer.train()
@@ -162,9 +164,7 @@ def test_a_second_training_begins_with_a_sync(tiny_model: Path, tmp_path: Path, 
     assert of_kind(story, "sync", "step") == [0, 1, 0, 1, 1, 2]
 
 
-def test_after_a_failed_training_a_signal_ends_the_process_again(
-    tiny_model: Path, tmp_path: Path, story: list[tuple]
-) -> None:
+def test_signal_handling_after_failed_training_is_closed(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
     trainer = make_trainer(tiny_model, tmp_path, story)
     trainer.reward_funcs[0] = lambda **kwargs: 1 / 0
     try:
@@ -175,7 +175,7 @@ def test_after_a_failed_training_a_signal_ends_the_process_again(
         trainer.close()
 
 
-def test_a_trainer_that_nobody_holds_ends_its_engines(
+def test_trainer_after_garbage_collection_closes_engines(
     tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]
 ) -> None:
     trainer = make_trainer(tiny_model, tmp_path, story, max_steps=1)
@@ -200,7 +200,7 @@ CASES = {
 
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_prompts_in_the_same_order_and_none_in_vain(
+def test_lookahead_keeps_prompt_order_and_wastes_no_batch(
     case: str, ahead: int, tiny_model: Path, tmp_path: Path, story: list[tuple]
 ) -> None:
     train(tiny_model, tmp_path / "now", story, **CASES[case])
@@ -221,7 +221,7 @@ def test_the_same_prompts_in_the_same_order_and_none_in_vain(
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_nothing_is_trained_twice_or_lost_over_a_stop(
+def test_resume_with_lookahead_repeats_and_loses_no_batch(
     ahead: int, tiny_model: Path, tmp_path: Path, story: list[tuple]
 ) -> None:
     train(tiny_model, tmp_path / "whole", story, max_steps=5)
@@ -259,7 +259,7 @@ def run_of(trainer: GRPOTrainer) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("changed", [{}, {"temperature": 0.7}, {"generation_lookahead": 0}], ids=str)
-def test_resume_with_a_batch_ahead_goes_on_with_its_completions(
+def test_resume_with_batch_ahead_reuses_it_unless_settings_changed(
     changed: dict[str, Any], tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]
 ) -> None:
     """Bit by bit; and with others where they are not of the settings that training has now."""
@@ -281,7 +281,7 @@ def test_resume_with_a_batch_ahead_goes_on_with_its_completions(
             assert torch.equal(one, other)
 
 
-def test_resume_with_weights_in_flight_samples_nothing_again_that_has_ended(
+def test_resume_with_weights_in_flight_resamples_no_finished_batch(
     tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]
 ) -> None:
     """These engines answer at once: three batches that are whole, each by the policy that was there at its
@@ -301,7 +301,7 @@ def test_resume_with_weights_in_flight_samples_nothing_again_that_has_ended(
     assert len({*seeds}) == len(seeds) == 7 * 8
 
 
-def test_resume_with_adapters_that_travel_goes_on_with_all_batches_under_way(
+def test_resume_with_synced_adapters_continues_batches_in_flight(
     tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrainedModel, "trial", lambda *args: None)  # of adapters: these engines hold none
@@ -327,7 +327,7 @@ def test_resume_with_adapters_that_travel_goes_on_with_all_batches_under_way(
     assert [line[-3:] for line in run_of(whole)] == [[0, 0, 0], [1, 1, 0], [2, 2, 0], [3, 3, 0], [3, 3, 1], [3, 3, 2]]
 
 
-def test_a_data_set_that_changes_when_it_is_read_again_is_reported(
+def test_lookahead_with_changing_dataset_raises(
     tiny_model: Path, tmp_path: Path, story: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = iter(range(10, 10**6))

@@ -104,7 +104,9 @@ def weights(trainer: GRPOTrainer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_six_steps_are_three_and_three(name: str, tiny_model: Path, tmp_path: Path, script: Script) -> None:
+def test_resume_with_own_sampler_matches_uninterrupted_run(
+    name: str, tiny_model: Path, tmp_path: Path, script: Script
+) -> None:
     """Epochs of two batches, and a stop in the middle of the second one: what is read ahead is what comes, and what
     came. Without lookahead, in one case, the weights are the same too."""
     settings = {"kind": subclass(SAMPLERS[name]), "num_prompts": 5, "max_steps": 6}
@@ -119,9 +121,7 @@ def test_six_steps_are_three_and_three(name: str, tiny_model: Path, tmp_path: Pa
         assert all(map(torch.equal, weights(resumed), weights(whole)))
 
 
-def test_a_stream_that_is_read_several_times_goes_on_where_it_was(
-    tiny_model: Path, tmp_path: Path, script: Script
-) -> None:
+def test_resume_of_stream_in_second_pass_keeps_order(tiny_model: Path, tmp_path: Path, script: Script) -> None:
     """Stopped in the middle of its second pass, each of which has an order of its own."""
     settings = {"is_stream": True, "num_prompts": 5, "max_steps": 6}
     train(tiny_model, tmp_path / "whole", story := [], **settings)
@@ -130,7 +130,9 @@ def test_a_stream_that_is_read_several_times_goes_on_where_it_was(
     assert of_kind(story, "score") == in_one
 
 
-def test_random_numbers_of_training_are_as_without_it(tiny_model: Path, tmp_path: Path, script: Script) -> None:
+def test_own_sampler_leaves_random_state_of_training_unchanged(
+    tiny_model: Path, tmp_path: Path, script: Script
+) -> None:
     def last(kind: type[GRPOTrainer]) -> float:
         train(tiny_model, tmp_path / kind.__name__, [], kind=kind, max_steps=2)
         return random.random()
@@ -138,7 +140,7 @@ def test_random_numbers_of_training_are_as_without_it(tiny_model: Path, tmp_path
     assert last(subclass(SAMPLERS["random numbers"])) == last(GRPOTrainer)
 
 
-def test_one_that_makes_no_groups_is_refused(tiny_model: Path, tmp_path: Path, script: Script) -> None:
+def test_own_sampler_without_groups_raises(tiny_model: Path, tmp_path: Path, script: Script) -> None:
     kind = subclass(lambda trainer, own: RandomSampler(trainer.train_dataset))
     with pytest.raises(ValueError, match=r"_get_train_sampler.*RandomSampler.*num_generations \(4\)"):
         train(tiny_model, tmp_path, story := [], kind=kind)
@@ -146,7 +148,7 @@ def test_one_that_makes_no_groups_is_refused(tiny_model: Path, tmp_path: Path, s
     assert script.samples == []
 
 
-def test_one_that_looks_at_training_cannot_be_resumed(tiny_model: Path, tmp_path: Path, script: Script) -> None:
+def test_resume_with_sampler_reading_trainer_state_raises(tiny_model: Path, tmp_path: Path, script: Script) -> None:
     """It may be read ahead: a batch is drawn once."""
 
     def sampler(trainer: Any, own: Any) -> Any:

@@ -30,7 +30,7 @@ def names_in(path: Path) -> set[str]:
     return found
 
 
-def test_ranks_and_nodes_send_each_other_no_pickles() -> None:
+def test_ranks_and_nodes_exchange_no_pickles() -> None:
     found = {str(path.relative_to(ROOT)): names for path in ROOT.glob("grpo/**/*.py") if (names := names_in(path))}
     others = {name: names for name, names in found.items() if name not in OVER_OWN_SOCKETS}
     assert others == {FRAMED_BYTES: {"Connection"}}

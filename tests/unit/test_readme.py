@@ -23,93 +23,109 @@ GSM8K = "--config configs/train/gsm8k_qwen2.5_7b.yaml"
 
 # What a test runs, as it stands or with smaller settings: below tests/.
 TESTED = {
-    "make demo": "multiprocess/test_layouts.py::test_the_demo_by_torchrun_with_deepspeeds_json",
-    "make coverage": "unit/harness/test_line_coverage.py::test_lines_of_processes_that_are_killed_or_forked_count",
-    "make install": "unit/harness/test_install.py::test_the_lists_hold_what_pyproject_pins",
+    "make demo": "multiprocess/test_layouts.py::test_demo_by_torchrun_with_deepspeed_json_evaluates_and_finishes",
+    "make coverage": "unit/harness/test_line_coverage.py::test_measure_counts_lines_of_killed_and_forked_processes",
+    "make install": "unit/harness/test_install.py::test_constraints_satisfy_pyproject_requirements",
     "make install PYTHON=python3.12": (
-        "unit/harness/test_install.py::test_an_environment_is_made_anew_for_another_python_or_backend"
+        "unit/harness/test_install.py::test_make_environment_for_other_python_or_backend_starts_anew"
     ),
-    "grpo init my-run": "multiprocess/test_init.py::test_the_folder_trains_without_a_checkout_and_without_the_tools",
+    "grpo init my-run": "multiprocess/test_init.py::test_init_folder_from_wheel_trains_without_ops_package",
     "grpo launch --nodes a,b --doctor --output-dir runs/first --resume auto train.py": (
-        "multiprocess/test_launch.py::test_nodes_become_one_job"
+        "multiprocess/test_launch.py::test_launch_on_several_nodes_starts_one_job"
     ),
-    "grpo launch --nodes a,b train.py": "multiprocess/test_launch.py::test_nodes_become_one_job",
+    "grpo launch --nodes a,b train.py": "multiprocess/test_launch.py::test_launch_on_several_nodes_starts_one_job",
     "grpo launch --nodes a,b --ranks-per-node 6 train.py": (
-        "unit/ops/launch/test_ranks.py::test_each_node_has_the_ranks_that_its_gpus_leave"
+        "unit/ops/launch/test_ranks.py::test_ranks_by_node_with_uneven_gpus_follows_each_node"
     ),
-    "grpo launch --nodes a,b --ranks-per-node 4,6 train.py": "multiprocess/test_launch.py::test_nodes_become_one_job",
+    "grpo launch --nodes a,b --ranks-per-node 4,6 train.py": (
+        "multiprocess/test_launch.py::test_launch_on_several_nodes_starts_one_job"
+    ),
     "grpo launch --hostfile hosts --launcher torchrun train.py": (
-        "multiprocess/test_launch.py::test_nodes_become_one_job"
+        "multiprocess/test_launch.py::test_launch_on_several_nodes_starts_one_job"
     ),
     "grpo launch --output-dir runs/my-run --resume auto train.py": (
-        "multiprocess/test_launch.py::test_signals_and_the_stop_file"
+        "multiprocess/test_launch.py::test_launch_after_signal_or_stop_file_resumes_at_next_step"
     ),
-    "touch runs/my-run/stop": "multiprocess/test_launch.py::test_signals_and_the_stop_file",
+    "touch runs/my-run/stop": "multiprocess/test_launch.py::test_launch_after_signal_or_stop_file_resumes_at_next_step",
     "python -m grpo.ops.launch.next_attempt OUTPUT_DIR --job 17 --attempt 0": (
-        "unit/ops/launch/test_next_attempt.py::test_the_command_reads_what_the_trainer_has_written"
+        "unit/ops/launch/test_next_attempt.py::test_next_attempt_command_follows_run_state"
     ),
     "accelerate launch --config_file configs/cpu.yaml train.py --generation_lookahead 3": (
-        "multiprocess/test_layouts.py::test_each_row_of_each_batch_is_sampled_alike_on_any_layout_and_however_far_ahead"
+        "multiprocess/test_layouts.py::test_sampled_rows_in_any_layout_and_lookahead_are_equal"
     ),
-    "sbatch launch/train.sbatch": "multiprocess/test_slurm.py::test_a_requeued_job_goes_on_where_it_was",
+    "sbatch launch/train.sbatch": (
+        "multiprocess/test_slurm.py::test_requeued_slurm_job_after_stop_finishes_remaining_steps"
+    ),
     f"sbatch --nodes=8 launch/train.sbatch {GSM8K}": (
-        "multiprocess/test_slurm.py::test_a_requeued_job_goes_on_where_it_was"
+        "multiprocess/test_slurm.py::test_requeued_slurm_job_after_stop_finishes_remaining_steps"
     ),
     f"sbatch --nodes=8 --time=12:00:00 launch/train.sbatch {GSM8K}": (
-        "unit/ops/launch/test_slurm_templates.py::test_what_every_node_is_given"
+        "unit/ops/launch/test_slurm_templates.py::test_slurm_template_starts_grpo_launch_on_each_node"
     ),
     "sbatch launch/train.sbatch my_script.py --its arguments": (
-        "unit/ops/launch/test_slurm_templates.py::test_a_script_of_ones_own"
+        "unit/ops/launch/test_slurm_templates.py::test_slurm_template_passes_custom_script_and_arguments"
     ),
     "GRPO_SPARE_NODES=1 sbatch --nodes=5 launch/train.sbatch": (
-        "multiprocess/test_slurm_spare.py::test_training_goes_on_with_the_spare"
+        "multiprocess/test_slurm_spare.py::test_training_after_node_loss_continues_on_spare_node"
     ),
     "srun --ntasks-per-node=1 grpo launch my_script.py": (
-        "multiprocess/test_slurm.py::test_srun_is_all_that_slurm_needs"
+        "multiprocess/test_slurm.py::test_srun_of_launch_starts_two_jobs_on_shared_nodes"
     ),
-    "launch/local_2node.sh --max_steps 20": "unit/ops/launch/test_local_nodes.py::test_local_nodes_share_the_gpus",
-    "grpo doctor": "multiprocess/test_missing_gpus.py::test_every_start_says_what_is_missing",
-    "grpo doctor --nodes a,b,c --output-dir DIR": "multiprocess/test_doctor.py::test_two_doctors_agree",
+    "launch/local_2node.sh --max_steps 20": (
+        "unit/ops/launch/test_local_nodes.py::test_local_2node_splits_gpus_between_nodes"
+    ),
+    "grpo doctor": "multiprocess/test_missing_gpus.py::test_start_without_visible_gpu_fails_and_names_cause",
+    "grpo doctor --nodes a,b,c --output-dir DIR": (
+        "multiprocess/test_doctor.py::test_doctor_on_two_nodes_passes_and_agrees_on_verdict"
+    ),
     "grpo export runs/gsm8k/checkpoint-300 models/gsm8k-300": (
-        "multiprocess/test_export.py::test_the_export_is_what_the_ranks_held"
+        "multiprocess/test_export.py::test_export_of_checkpoint_matches_weights_of_ranks"
     ),
     "grpo export runs/gsm8k/checkpoint-300 models/gsm8k-300 --max-shard-size 5GB --dtype bfloat16": (
-        "unit/ops/export/test_command.py::test_shards_and_a_cast"
+        "unit/ops/export/test_command.py::test_export_with_shards_and_dtype_casts_and_splits_weights"
     ),
     "accelerate launch --config_file configs/cpu.yaml train.py --eval_strategy steps --eval_steps 50 "
-    "--eval_temperature 0.6": "multiprocess/test_evaluation.py::test_each_set_is_sampled_as_it_says",
+    "--eval_temperature 0.6": "multiprocess/test_evaluation.py::test_eval_sets_use_their_sampling_settings",
     "grpo eval runs/gsm8k/checkpoint-300": (
-        "multiprocess/test_evaluation.py::test_grpo_eval_measures_what_the_run_measured"
+        "multiprocess/test_evaluation.py::test_grpo_eval_of_checkpoint_matches_run_metrics"
     ),
     "grpo eval runs/gsm8k/checkpoint-300 --set math --json -- --eval_temperature 0": (
-        "multiprocess/test_evaluation.py::test_grpo_eval_of_one_set_under_other_flags"
+        "multiprocess/test_evaluation.py::test_grpo_eval_of_one_set_with_temperature_0_samples_greedily"
     ),
     "accelerate launch --config_file configs/cpu.yaml train.py --spare_groups 8": (
-        "multiprocess/test_spare_groups.py::test_rows_come_to_other_nodes_with_all_that_is_theirs"
+        "multiprocess/test_spare_groups.py::test_spare_groups_over_two_nodes_keep_rows_intact"
     ),
-    "grpo report runs/my-run": "unit/ops/report/test_page.py::test_the_page_lies_in_the_run_and_is_written_whole",
-    "grpo report runs/my-run --watch 60": "unit/ops/report/test_page.py::test_watch_goes_on_until_the_run_has_ended",
+    "grpo report runs/my-run": (
+        "unit/ops/report/test_page.py::test_report_command_replaces_page_in_run_folder_atomically"
+    ),
+    "grpo report runs/my-run --watch 60": (
+        "unit/ops/report/test_page.py::test_report_watch_continues_until_run_has_ended"
+    ),
     "grpo report runs/a runs/b runs/c --out compared.html": (
-        "unit/ops/report/test_compare.py::test_a_run_without_metrics_does_not_keep_the_others_from_being_shown"
+        "unit/ops/report/test_compare.py::test_report_of_several_runs_with_one_lacking_metrics_shows_others"
     ),
-    "grpo trace runs/my-run": "unit/ops/trace/test_command.py::test_it_writes_one_file_beside_the_run",
-    "grpo trace runs/my-run --out my-run.json.gz": "unit/ops/trace/test_command.py::test_gz_is_the_same_in_less",
+    "grpo trace runs/my-run": "unit/ops/trace/test_command.py::test_trace_writes_file_beside_run",
+    "grpo trace runs/my-run --out my-run.json.gz": (
+        "unit/ops/trace/test_command.py::test_trace_with_gz_out_compresses_same_bytes"
+    ),
     "grpo reshape runs/my-run/checkpoint-300 --ranks 14": (
-        "multiprocess/test_reshape.py::test_one_and_three_ranks_go_on_as_two"
+        "multiprocess/test_reshape.py::test_reshape_to_one_or_three_ranks_continues_run_of_two"
     ),
     "python -m tools.reward_curve runs/demo/metrics.jsonl docs/demo-reward.svg": (
-        "unit/harness/test_reward_curve.py::test_the_command_says_what_it_drew_or_what_it_lacks"
+        "unit/harness/test_reward_curve.py::test_reward_curve_command_prints_rewards_or_error"
     ),
     "python -m tests.line_coverage run tests/unit": (
-        "unit/harness/test_line_coverage.py::test_lines_of_processes_that_are_killed_or_forked_count"
+        "unit/harness/test_line_coverage.py::test_measure_counts_lines_of_killed_and_forked_processes"
     ),
-    "python -m tests.line_coverage check": "unit/harness/test_line_coverage.py::test_what_agrees_is_not",
+    "python -m tests.line_coverage check": (
+        "unit/harness/test_line_coverage.py::test_disagreements_of_matching_table_are_none"
+    ),
     "python -m tests.line_coverage table": (
-        "unit/harness/test_line_coverage.py::test_the_table_is_read_and_written_alike"
+        "unit/harness/test_line_coverage.py::test_read_table_of_written_table_returns_its_rows"
     ),
 }
 
-# Run by no test: they run the tests. `test_make_knows_what_is_asked_of_it` holds them against the Makefile.
+# Run by no test: they run the tests. `test_make_targets_in_pages_exist_in_makefile` holds them against the Makefile.
 NOT_RUN = {"make test", "make test-long"}
 
 # What is run below, and how it ends.
@@ -196,7 +212,7 @@ def texts_in(file: Path, seen: set[Path]) -> Iterator[str]:
                 yield from texts_in(found, seen)
 
 
-def test_every_command_is_marked_or_in_the_tables() -> None:
+def test_commands_in_pages_are_marked_or_in_tables() -> None:
     unmarked = {command.line: command.page for command in commands() if not command.is_marked}
     assert unmarked.keys() == TESTED.keys() | RUN_HERE.keys() | NOT_RUN, (
         "the tables here, and the ```bash blocks of README and docs/"
@@ -204,7 +220,7 @@ def test_every_command_is_marked_or_in_the_tables() -> None:
 
 
 @pytest.mark.parametrize("line", TESTED)
-def test_a_commands_test_is_there_and_speaks_of_all_its_options(line: str) -> None:
+def test_tested_command_has_test_mentioning_all_its_options(line: str) -> None:
     """Whether it runs the command is for its reader; an option that no text of it mentions, it cannot give."""
     file, _, name = TESTED[line].partition("::")
     path = ROOT / "tests" / file
@@ -214,7 +230,7 @@ def test_a_commands_test_is_there_and_speaks_of_all_its_options(line: str) -> No
     assert {word for word in words_of(line) if word not in said} == set()
 
 
-def test_what_distinguishes_a_command() -> None:
+def test_words_of_returns_distinguishing_words_of_command() -> None:
     assert words_of("grpo reshape runs/x --ranks 14") == {"grpo", "reshape", "ranks"}
     assert words_of(f"GRPO_SPARE_NODES=1 sbatch --nodes=5 launch/train.sbatch {GSM8K}") == {
         "sbatch", "train.sbatch", "GRPO_SPARE_NODES"
@@ -222,7 +238,7 @@ def test_what_distinguishes_a_command() -> None:
 
 
 @pytest.mark.parametrize("line", RUN_HERE)
-def test_a_cheap_command_runs_and_says_what_the_page_shows(
+def test_cheap_command_prints_output_shown_in_page(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, *words = line.split()
@@ -243,7 +259,7 @@ def test_a_cheap_command_runs_and_says_what_the_page_shows(
         assert one_line(shown[line]) in one_line(said), said
 
 
-def test_what_pages_show_belongs_to_a_command_that_is_run() -> None:
+def test_console_outputs_in_pages_belong_to_run_commands() -> None:
     assert outputs().keys() <= RUN_HERE.keys()
     assert sum(page.read_text().count("```console") for page in PAGES) == len(outputs())
 
@@ -252,7 +268,7 @@ def targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def test_make_knows_what_is_asked_of_it() -> None:
+def test_make_targets_in_pages_exist_in_makefile() -> None:
     for page in PAGES:
         for words in re.findall(r"`(?:[A-Z_]+=\S+ )*make ([^`]*)`", page.read_text()):
             named = [word for word in words.split() if "=" not in word]
@@ -264,7 +280,7 @@ def test_make_knows_what_is_asked_of_it() -> None:
     assert "accelerate launch --config_file configs/cpu.yaml train.py\n" in makefile.partition("\ndemo:")[2]
 
 
-def test_files_modules_and_links_in_the_text_are_there() -> None:
+def test_files_modules_and_links_in_pages_exist() -> None:
     for page in PAGES:
         text = page.read_text()
         for said in re.findall(r"`pytest ([^`]*)`", text):
@@ -283,7 +299,7 @@ def test_files_modules_and_links_in_the_text_are_there() -> None:
         assert (ROOT / target).exists(), target
 
 
-def test_the_readme_is_read_in_one_sitting() -> None:
+def test_readme_length_stays_within_limit() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
 
 
@@ -301,7 +317,7 @@ def texts() -> Iterator[str]:
                 yield one_line(node.value)
 
 
-def test_the_table_of_metrics_has_every_metric() -> None:
+def test_metrics_table_lists_every_logged_metric() -> None:
     areas = "rollout|engine|weight_sync|startup|run|sampling"
     ours = re.compile(rf"(?:{areas})/[a-z_/]+")
     logged = {text for text in texts() if ours.fullmatch(text)}

@@ -21,7 +21,7 @@ def save(folder: Path, rank: int, *, deadline_s: float = DEADLINE_S) -> Backgrou
     return BackgroundSave(folder, rank=rank, world_size=2, complete=complete, deadline_s=deadline_s)
 
 
-def test_it_is_complete_when_every_rank_has_said_so(tmp_path: Path) -> None:
+def test_background_save_after_flush_of_all_ranks_is_complete(tmp_path: Path) -> None:
     folder = fill(tmp_path / "checkpoint-3")
     first = save(folder, 0)
     assert newest_complete(tmp_path) is None
@@ -33,14 +33,14 @@ def test_it_is_complete_when_every_rank_has_said_so(tmp_path: Path) -> None:
     assert sorted(record.files) == sorted([*FILES, "files-0.json", "files-1.json"])
 
 
-def test_a_rank_that_says_nothing_is_named(tmp_path: Path) -> None:
+def test_background_save_past_deadline_names_missing_rank(tmp_path: Path) -> None:
     folder = fill(tmp_path / "checkpoint-3")
     with pytest.raises(TimeoutError, match=r"checkpoint-3 is not complete: ranks \[1\] have not flushed their files"):
         save(folder, 0, deadline_s=0).wait()
     assert newest_complete(tmp_path) is None
 
 
-def test_a_disk_that_fails_afterwards_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_save_on_full_disk_raises_on_each_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel took the bytes, and finds no place for them later: only then does anybody hear of it."""
     called = threading.Event()
 

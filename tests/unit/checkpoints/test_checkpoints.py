@@ -30,7 +30,7 @@ from tests.support.made_up_checkpoints import FILES, SAMPLING, fill, make, names
 RECORDS = ["files-0.json", "files-1.json"]
 
 
-def test_the_record_names_everything(tmp_path: Path) -> None:
+def test_complete_record_lists_files_checksums_and_versions(tmp_path: Path) -> None:
     record = read_complete(make(tmp_path, 3))
     assert (record.step, record.world_size) == (3, 2)
     assert sorted(record.files) == sorted([*FILES, *RECORDS])
@@ -55,11 +55,11 @@ def test_the_record_names_everything(tmp_path: Path) -> None:
         ("global_step3/offloaded_tensors/rank02/7.swp", 2),
     ],
 )
-def test_who_writes_what(name: str, rank: int) -> None:
+def test_writer_of_file_name_returns_rank(name: str, rank: int) -> None:
     assert writer_of(name, 16) == rank
 
 
-def test_every_rank_answers_for_its_own(tmp_path: Path) -> None:
+def test_read_rank_records_returns_own_files_and_missing_ranks(tmp_path: Path) -> None:
     folder = fill(tmp_path / "checkpoint-3")
     write_rank_record(folder, 1, 2)
     sums, missing = read_rank_records(folder, range(2))
@@ -76,7 +76,7 @@ def test_every_rank_answers_for_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*FILES, *RECORDS])
-def test_every_file_is_missed(name: str, tmp_path: Path) -> None:
+def test_read_complete_with_missing_file_raises_damaged(name: str, tmp_path: Path) -> None:
     make(tmp_path, 3)
     folder = make(tmp_path, 6)
     (folder / name).unlink()
@@ -87,7 +87,7 @@ def test_every_file_is_missed(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_truncation_is_seen(name: str, tmp_path: Path) -> None:
+def test_read_complete_with_truncated_file_raises_damaged(name: str, tmp_path: Path) -> None:
     make(tmp_path, 3)
     folder = make(tmp_path, 6)
     (folder / name).write_bytes(b"012345678")
@@ -98,7 +98,7 @@ def test_every_truncation_is_seen(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_flipped_bit_is_seen(name: str, tmp_path: Path) -> None:
+def test_verify_with_flipped_bit_raises_damaged(name: str, tmp_path: Path) -> None:
     folder = make(tmp_path, 6)
     record = read_complete(folder)
     verify(folder, record, record.files)
@@ -117,7 +117,7 @@ def test_every_flipped_bit_is_seen(name: str, tmp_path: Path) -> None:
     ("number", "times", "raised"),
     [(errno.ESTALE, 1, None), (errno.ESTALE, 2, OSError), (errno.EIO, 1, None), (errno.EIO, 2, Damaged)],
 )
-def test_a_file_system_that_does_not_answer_condemns_no_checkpoint(
+def test_verify_on_read_error_retries_once_and_raises_by_errno(
     number: int, times: int, raised: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make(tmp_path, 6)
@@ -139,7 +139,7 @@ def test_a_file_system_that_does_not_answer_condemns_no_checkpoint(
     assert isinstance(found.value, Damaged) == (raised is Damaged)
 
 
-def test_a_rank_looks_at_its_own_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_rank_record_stats_only_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are thousands of a large job's, on a file system that is being written."""
     folder = make(tmp_path, 6)
     seen: list[str] = []
@@ -150,7 +150,7 @@ def test_a_rank_looks_at_its_own_files_alone(tmp_path: Path, monkeypatch: pytest
     assert all("_1" in name for name in seen), seen
 
 
-def test_without_checksums_sizes_alone_count(tmp_path: Path) -> None:
+def test_verify_without_checksums_compares_sizes_only(tmp_path: Path) -> None:
     folder = make(tmp_path, 6)
     content = json.loads((folder / "complete.json").read_text())
     del content["checksums"], content["reshaped_from"]  # as it was written before there were any
@@ -188,7 +188,7 @@ def remove(folder: Path) -> None:
         (remove, "was not written to its end"),
     ],
 )
-def test_without_a_record_it_is_not_complete(spoil: Callable[[Path], None], words: str, tmp_path: Path) -> None:
+def test_read_complete_without_valid_record_raises(spoil: Callable[[Path], None], words: str, tmp_path: Path) -> None:
     make(tmp_path, 3)
     folder = make(tmp_path, 6)
     spoil(folder)
@@ -198,7 +198,7 @@ def test_without_a_record_it_is_not_complete(spoil: Callable[[Path], None], word
     assert str(folder) in str(reported.value)
 
 
-def test_one_process_declares_what_it_has_written(tmp_path: Path) -> None:
+def test_write_complete_by_one_process_records_all_checksums(tmp_path: Path) -> None:
     folder = fill(tmp_path / "checkpoint-3")
     write_complete(folder, step=3, world_size=1, sampling={})
     record = read_complete(folder)
@@ -206,7 +206,7 @@ def test_one_process_declares_what_it_has_written(tmp_path: Path) -> None:
     verify(folder, record, record.files)
 
 
-def test_each_rank_reads_its_own_and_a_share_of_the_rest() -> None:
+def test_shares_by_rank_hold_own_files_and_part_of_rest() -> None:
     files = {
         "model-1.safetensors": 50,
         "model-2.safetensors": 50,
@@ -223,7 +223,7 @@ def test_each_rank_reads_its_own_and_a_share_of_the_rest() -> None:
     assert sorted(shares(files, 1)[0]) == sorted(files)
 
 
-def test_another_number_of_ranks_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_check_world_size_with_other_rank_count_suggests_reshape(tmp_path: Path) -> None:
     folder = make(tmp_path, 3)
     check_world_size(folder, read_complete(folder), 2)
     with pytest.raises(ValueError, match=r"for 2 .* has 4 \[GRPO-706\].*grpo reshape .*/checkpoint-3 --ranks 4"):
@@ -240,7 +240,7 @@ def test_another_number_of_ranks_is_refused_with_the_way_out(tmp_path: Path) -> 
         ({"steps_per_generation": 6}, r"steps_per_generation / gradient.* is 6 / 3, not in the proportion 3 / 3"),
     ],
 )
-def test_a_reshaped_one_goes_on_with_the_same_batches(changes: dict, problem: str | None, tmp_path: Path) -> None:
+def test_check_reshaped_refuses_other_batches(changes: dict, problem: str | None, tmp_path: Path) -> None:
     before = {name: value for name, value in SAMPLING.items() if name != "spare_groups"}  # of an older version
     record = CompleteRecord(step=3, world_size=3, files={}, versions={}, sampling=before, reshaped_from=2)
     if problem is None:
@@ -250,7 +250,7 @@ def test_a_reshaped_one_goes_on_with_the_same_batches(changes: dict, problem: st
         check_reshaped(tmp_path, record, {**SAMPLING, **changes})
 
 
-def test_what_is_there_beside_them_is_no_checkpoint(tmp_path: Path) -> None:
+def test_checkpoints_listing_ignores_other_folders(tmp_path: Path) -> None:
     make(tmp_path, 3)
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-9-ranks").mkdir()

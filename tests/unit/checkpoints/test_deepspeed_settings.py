@@ -10,7 +10,7 @@ import pytest
 from grpo.checkpoints.deepspeed_settings import import_deepspeeds_muon
 
 
-def test_deepspeeds_muon_is_compiled_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_deepspeeds_muon_compiles_on_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     torch, deepspeed = pytest.importorskip("torch"), pytest.importorskip("deepspeed")
     compiled = []
 

@@ -33,7 +33,7 @@ def test_load_mapped_reads_members_of_deepspeeds_enumeration(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("content", [Attribute(torch.Tensor, "__init__"), [builtins.getattr]])
-def test_a_function_is_refused_by_name(content: Any, tmp_path: Path) -> None:
+def test_check_pickle_with_builtin_function_refuses_it_by_name(content: Any, tmp_path: Path) -> None:
     path = saved(tmp_path / "a.pt", content)
     with pytest.raises(ValueError, match=r"holds builtins\.getattr"):
         check_pickle(path)

@@ -15,13 +15,13 @@ def sampler(num_prompts: int = 10, *, shuffle: bool = True, seed: int = 3) -> Ge
     )
 
 
-def test_the_first_epoch_is_trls() -> None:
+def test_generation_sampler_in_first_epoch_matches_trl() -> None:
     theirs = RepeatSampler(range(10), mini_repeat_count=2, batch_size=4, repeat_count=3, seed=3)
     assert list(sampler()) == list(theirs)
     assert len(sampler()) == len(theirs) == len(list(theirs)) == 2 * 4 * 2 * 3
 
 
-def test_an_epochs_order_does_not_depend_on_what_was_drawn_before() -> None:
+def test_generation_sampler_order_depends_on_epoch_and_seed_only() -> None:
     once, twice = sampler(), sampler()
     first = list(twice)
     for one in (once, twice):
@@ -31,7 +31,7 @@ def test_an_epochs_order_does_not_depend_on_what_was_drawn_before() -> None:
     assert sampler(seed=4).permutation(0) != sampler(seed=3).permutation(0)
 
 
-def test_a_generation_batch_can_be_asked_for() -> None:
+def test_generation_batch_by_index_matches_iteration() -> None:
     ordered = sampler(shuffle=False)
     assert list(ordered)[:24] == [0, 0, 1, 1, 2, 2, 3, 3] * 3
     assert ordered.generation_batch(0, 1) == [4, 4, 5, 5, 6, 6, 7, 7]  # rows 8 and 9 fill no batch
@@ -51,7 +51,7 @@ def shuffled() -> RepeatSampler:
     return RepeatSampler(range(10), mini_repeat_count=2, batch_size=4, repeat_count=3, seed=3)
 
 
-def test_another_samplers_order_is_read_ahead_and_again() -> None:
+def test_drawn_sampler_reads_ahead_and_resumes_in_same_order() -> None:
     theirs, ours = shuffled(), drawn(shuffled())
     epochs = [list(theirs) for _ in range(3)]
     assert len(ours) == len(theirs)
@@ -67,7 +67,7 @@ def test_another_samplers_order_is_read_ahead_and_again() -> None:
         drawn(RepeatSampler(range(10), mini_repeat_count=2, batch_size=4, repeat_count=3)).check(5, ours.digest(5))
 
 
-def test_one_around_ours_gets_another_order_in_each_epoch() -> None:
+def test_drawn_sampler_around_generation_sampler_passes_epoch_on() -> None:
     inside, ours = sampler(), sampler()
     around = drawn(iter_anew(inside), inside)
     for epoch in (0, 1):
@@ -92,12 +92,12 @@ def iter_anew(inner: GenerationSampler) -> Any:
     ],
     ids=["each row once", "other groups", "no whole batch", "no length", "none"],
 )
-def test_one_that_makes_no_groups_is_refused(other: Any, why: str) -> None:
+def test_drawn_sampler_without_groups_raises(other: Any, why: str) -> None:
     with pytest.raises(ValueError, match=rf"_get_train_sampler, .*{why}.*num_generations \(2\) times"):
         drawn(other)
 
 
-def test_spare_groups_stand_behind_those_of_their_batch() -> None:
+def test_sampled_batch_with_spare_groups_appends_its_own_rows() -> None:
     """Each batch owns its rows: what is trained on of them says nothing of the next one's."""
     spared = GenerationSampler(
         range(20), prompts_per_batch=2, num_generations=2, repeats=1, shuffle=True, seed=3, spare_groups=3
@@ -111,7 +111,7 @@ def test_spare_groups_stand_behind_those_of_their_batch() -> None:
     assert len(list(spared)) == len(spared) == 4 * 2 * 2
 
 
-def test_an_order_of_ones_own_is_held_to_what_it_gave_before_a_checkpoint() -> None:
+def test_prompt_order_with_rows_changed_since_checkpoint_raises() -> None:
     def with_order(orders: dict[int, list[int]]) -> GenerationSampler:
         return GenerationSampler(
             range(10),

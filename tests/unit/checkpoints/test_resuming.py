@@ -27,7 +27,7 @@ def one_reads_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo.checkpoints.resuming.shares", lambda files, world_size: [list(files)])
 
 
-def test_what_is_resumed(tmp_path: Path) -> None:
+def test_choose_by_wish_returns_newest_or_named_checkpoint(tmp_path: Path) -> None:
     assert chosen("auto", tmp_path) == (None, [])
     assert chosen(None, tmp_path) == (None, [])
     with pytest.raises(ValueError, match="no complete checkpoint"):
@@ -70,7 +70,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_the_one_before_a_damaged_one_is_taken(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_choose_auto_with_damaged_newest_takes_older_and_quarantines(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
     six, nine = make(tmp_path, 6), make(tmp_path, 9)
     damage(nine)
     folder, (warning,) = chosen("auto", tmp_path)
@@ -82,7 +84,7 @@ def test_the_one_before_a_damaged_one_is_taken(damage: Callable[[Path], None], t
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_that_was_asked_for_is_an_error(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_choose_of_named_damaged_checkpoint_raises(damage: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path, 6)
     nine = make(tmp_path, 9)
     damage(nine)
@@ -92,7 +94,7 @@ def test_a_damaged_one_that_was_asked_for_is_an_error(damage: Callable[[Path], N
 
 
 @pytest.mark.parametrize("wish", [True, "auto"])
-def test_with_none_left_nobody_begins_afresh_unasked(wish: str | bool, tmp_path: Path) -> None:
+def test_choose_with_all_checkpoints_damaged_raises(wish: str | bool, tmp_path: Path) -> None:
     for step, damage in ((6, truncate), (9, flip)):
         damage(make(tmp_path, step))
     reported = rf"GRPO-704.*{OPTIMIZER} .*GRPO-703.*{OPTIMIZER} has 9 bytes, not the 10"
@@ -103,7 +105,7 @@ def test_with_none_left_nobody_begins_afresh_unasked(wish: str | bool, tmp_path:
     assert chosen(None, tmp_path) == (None, [])
 
 
-def test_a_model_alone_is_not_resumed(tmp_path: Path) -> None:
+def test_choose_with_model_only_checkpoint_passes_over_or_raises(tmp_path: Path) -> None:
     three, nine = make(tmp_path, 3), make(tmp_path, 9, resumable=False)
     newest, (note,) = chosen("auto", tmp_path)
     assert newest == three
@@ -122,7 +124,7 @@ class Evil:
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("name", ["rollout_state_1.pt", "global_step9/zero_pp_rank_1_mp_rank_00_optim_states.pt"])
-def test_code_in_a_checkpoint_is_not_run(name: str, zipped: bool, tmp_path: Path) -> None:
+def test_choose_with_code_in_pickle_raises_without_running_it(name: str, zipped: bool, tmp_path: Path) -> None:
     """And is no damage, which one would go around: somebody has put it there."""
     run = tmp_path / "run"
     make(run, 6)
@@ -137,7 +139,7 @@ def test_code_in_a_checkpoint_is_not_run(name: str, zipped: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "global_step9/bf16_zero_pp_rank_7_mp_rank_00_optim_states.pt"])
-def test_a_pickle_that_is_left_out_of_the_record_is_damage(name: str, tmp_path: Path) -> None:
+def test_choose_with_unrecorded_pickle_treats_checkpoint_as_damaged(name: str, tmp_path: Path) -> None:
     """DeepSpeed and transformers look for files by name, and would run it."""
     run = tmp_path / "run"
     six, nine = make(run, 6), make(run, 9)
@@ -154,7 +156,7 @@ def test_a_pickle_that_is_left_out_of_the_record_is_damage(name: str, tmp_path: 
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_file_that_cannot_be_loaded_is_damage(tmp_path: Path) -> None:
+def test_choose_auto_with_unloadable_file_takes_older(tmp_path: Path) -> None:
     six, nine = make(tmp_path, 6), make(tmp_path, 9)
     (nine / "rollout_state_0.pt").write_bytes(b"was lost before its checksum was taken")
     write_complete(nine, step=9, world_size=2, sampling={})

@@ -23,7 +23,7 @@ from grpo.checkpoints.rotation import (
 from tests.support.made_up_checkpoints import fill, make, names
 
 
-def test_two_complete_ones_are_kept_whatever_the_limit_says(tmp_path: Path) -> None:
+def test_rotate_with_limit_1_keeps_two_complete_checkpoints(tmp_path: Path) -> None:
     for step in (3, 6, 9):
         make(tmp_path, step)
     make(tmp_path, 7, complete=False)
@@ -39,7 +39,7 @@ def test_two_complete_ones_are_kept_whatever_the_limit_says(tmp_path: Path) -> N
     assert names(tmp_path) == {"checkpoint-6", "checkpoint-9", "checkpoint-12"}
 
 
-def test_a_damaged_one_does_not_count(tmp_path: Path) -> None:
+def test_rotate_with_damaged_checkpoint_does_not_count_it(tmp_path: Path) -> None:
     """Else the only whole one would go on account of it."""
     for step in (3, 6, 9):
         make(tmp_path, step)
@@ -48,7 +48,7 @@ def test_a_damaged_one_does_not_count(tmp_path: Path) -> None:
     assert names(tmp_path) == {"checkpoint-6", "checkpoint-9", "checkpoint-12"}
 
 
-def test_a_model_alone_counts_but_two_that_can_be_resumed_stay(tmp_path: Path) -> None:
+def test_rotate_with_model_only_checkpoints_keeps_two_resumable(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make(tmp_path, step)
     for step in (6, 9):
@@ -57,13 +57,13 @@ def test_a_model_alone_counts_but_two_that_can_be_resumed_stay(tmp_path: Path) -
     assert names(tmp_path) == {"checkpoint-2", "checkpoint-3", "checkpoint-9"}
 
 
-def test_nothing_is_rotated_before_one_is_complete(tmp_path: Path) -> None:
+def test_rotate_without_complete_checkpoint_deletes_nothing(tmp_path: Path) -> None:
     make(tmp_path, 3, complete=False)
     rotate(tmp_path, limit=1, keep=set())
     assert names(tmp_path) == {"checkpoint-3"}
 
 
-def test_what_a_crash_in_a_save_leaves_goes_at_the_next_start(tmp_path: Path) -> None:
+def test_delete_partial_after_crash_in_save_deletes_leftovers(tmp_path: Path) -> None:
     make(tmp_path, 3)
     make(tmp_path, 6, complete=False)
     fill(tmp_path / "checkpoint-7")  # of somebody else, who writes no complete.json
@@ -78,7 +78,7 @@ def test_what_a_crash_in_a_save_leaves_goes_at_the_next_start(tmp_path: Path) ->
     assert newest_complete(tmp_path) == tmp_path / "checkpoint-9"
 
 
-def test_one_that_is_written_over_is_not_complete(tmp_path: Path) -> None:
+def test_begin_partial_on_complete_checkpoint_makes_it_incomplete(tmp_path: Path) -> None:
     folder = make(tmp_path, 3)
     begin_partial(folder)
     assert newest_complete(tmp_path) is None
@@ -86,7 +86,7 @@ def test_one_that_is_written_over_is_not_complete(tmp_path: Path) -> None:
     assert delete_partial(tmp_path) == [folder]
 
 
-def test_another_branch_is_quarantined(tmp_path: Path) -> None:
+def test_quarantine_moves_later_checkpoints_of_other_branch(tmp_path: Path) -> None:
     """Else its later steps would count as the newest, and what the new branch writes would be deleted as old."""
     for step in (3, 480, 500):
         make(tmp_path, step)
@@ -101,7 +101,7 @@ def test_another_branch_is_quarantined(tmp_path: Path) -> None:
     assert quarantine(tmp_path, after_step=11, attempt=1) == []
 
 
-def test_what_was_quarantined_under_this_name_before_is_replaced(tmp_path: Path) -> None:
+def test_quarantine_under_same_name_replaces_older(tmp_path: Path) -> None:
     for text in ("old", "new"):
         (make(tmp_path, 5) / "note").write_text(text)
         (moved,) = quarantine(tmp_path, after_step=3, attempt=0)
@@ -113,7 +113,7 @@ def test_what_was_quarantined_under_this_name_before_is_replaced(tmp_path: Path)
     assert (moved / "note").read_text() == "new"
 
 
-def test_what_is_quarantined_does_not_pile_up(tmp_path: Path) -> None:
+def test_bound_quarantine_deletes_oldest(tmp_path: Path) -> None:
     for number, step in enumerate((3, 6, 9, 12)):
         folder = make(tmp_path, step)
         os.utime(folder / "complete.json", (number, number))
@@ -128,7 +128,7 @@ def test_what_is_quarantined_does_not_pile_up(tmp_path: Path) -> None:
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_free_space_on_full_disk_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_free_space(tmp_path, 1, rotated=[])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(300 * 10**9, 0, 80 * 10**9))
     check_free_space(tmp_path, 80 * 10**9, rotated=[])

@@ -18,14 +18,14 @@ from grpo.config.models import sampling_settings
 CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none"}
 
 
-def test_defaults_are_local() -> None:
+def test_config_defaults_select_local_mode() -> None:
     config = GRPOConfig(**CPU)
     assert config.local_mode
     assert config.vllm_gpu_memory_utilization == 0.9
 
 
 @pytest.mark.parametrize("other", [{"use_vllm": False}, {"vllm_mode": "colocate"}, {"vllm_mode": "server"}])
-def test_other_modes_keep_trl_defaults(other: dict[str, Any]) -> None:
+def test_config_in_other_modes_keeps_trl_defaults(other: dict[str, Any]) -> None:
     config = GRPOConfig(**CPU, **other)
     theirs = trl.GRPOConfig(**CPU)
     assert not config.local_mode
@@ -38,15 +38,13 @@ def test_other_modes_keep_trl_defaults(other: dict[str, Any]) -> None:
     ("asked", "lookahead", "balances"),
     [(None, 0, False), (None, 1, False), (None, 2, True), (True, 0, True), (True, 4, True), (False, 4, False)],
 )
-def test_nodes_are_balanced_by_default_with_several_batches_under_way(
-    asked: bool | None, lookahead: int, balances: bool
-) -> None:
+def test_balances_nodes_by_default_is_true_from_lookahead_2(asked: bool | None, lookahead: int, balances: bool) -> None:
     config = GRPOConfig(**CPU, vllm_balance_nodes=asked)
     config.generation_lookahead = lookahead
     assert config.balances_nodes is balances
 
 
-def test_importance_sampling_by_token_when_completions_are_older() -> None:
+def test_importance_sampling_with_lookahead_defaults_to_token_truncate() -> None:
     modes = [
         GRPOConfig(**CPU, **settings).vllm_importance_sampling_mode
         for settings in (
@@ -62,7 +60,7 @@ def test_importance_sampling_by_token_when_completions_are_older() -> None:
     assert modes == [*of_ahead, "token_truncate"]
 
 
-def test_a_clip_on_the_engines_log_probabilities_needs_no_correction() -> None:
+def test_old_logprobs_from_engine_accepts_lookahead_without_correction() -> None:
     """Nor has its mode an effect, however far ahead; temperature is what both sides have."""
     settings: list[dict[str, Any]] = [
         {"generation_lookahead": 4, "vllm_importance_sampling_correction": False},
@@ -177,25 +175,25 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals_name_the_value_and_the_way_out(case: str) -> None:
+def test_config_refusal_names_value_and_remedy(case: str) -> None:
     settings, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         GRPOConfig(**CPU, **settings)
 
 
 @pytest.mark.parametrize("key", sorted(OWN_ENGINE_KEYS))
-def test_engine_kwargs_that_another_setting_decides_are_refused_by_name(key: str) -> None:
+def test_engine_kwargs_decided_by_other_setting_are_refused_by_name(key: str) -> None:
     with pytest.raises(ValueError, match=f"vllm_engine_kwargs holds '{key}'"):
         GRPOConfig(**CPU, vllm_engine_kwargs={key: 1})
 
 
 @pytest.mark.parametrize("key", sorted(OTHER_POLICY_KEYS))
-def test_engine_kwargs_that_make_the_engine_another_policy_are_refused_by_name(key: str) -> None:
+def test_engine_kwargs_changing_policy_are_refused_by_name(key: str) -> None:
     with pytest.raises(ValueError, match=rf"vllm_engine_kwargs holds '{key}' \[GRPO-212\]: "):
         GRPOConfig(**CPU, vllm_engine_kwargs={key: 1})
 
 
-def test_engine_kwargs_that_are_refused_are_vllms() -> None:
+def test_refused_engine_kwargs_exist_in_vllm() -> None:
     """And of those that vLLM has, the harmless ones are taken."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -206,12 +204,12 @@ def test_engine_kwargs_that_are_refused_are_vllms() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_kv_in_host_memory_and_a_single_place_are_taken_where_engines_rest_during_a_sync(ahead: int) -> None:
+def test_kv_offloading_and_one_seq_up_to_lookahead_1_are_accepted(ahead: int) -> None:
     kwargs = {"kv_offloading_size": 4.0, "max_num_seqs": 1}
     assert GRPOConfig(**CPU, generation_lookahead=ahead, vllm_engine_kwargs=kwargs).engine_kwargs == kwargs
 
 
-def test_vllm_has_no_cache_of_kv_that_was_not_looked_at() -> None:
+def test_vllm_kv_arguments_match_reviewed_list() -> None:
     """For `generation_lookahead` 2 and more: does it know the salt, and is it dropped?"""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -223,12 +221,12 @@ def test_vllm_has_no_cache_of_kv_that_was_not_looked_at() -> None:
     assert about_kv - harmless - OWN_ENGINE_KEYS.keys() == {"kv_offloading_size"}
 
 
-def test_a_temperature_that_is_set_twice_may_be_the_same() -> None:
+def test_generation_kwargs_with_same_temperature_are_accepted() -> None:
     same = GRPOConfig(**CPU, temperature=0.7, generation_kwargs={"temperature": 0.7})
     assert same.generation_kwargs == {"temperature": 0.7}
 
 
-def test_a_regex_beside_structured_outputs_counts_and_a_warning_names_both() -> None:
+def test_regex_beside_structured_outputs_wins_with_warning() -> None:
     with pytest.warns(UserWarning, match=r"vllm_structured_outputs_regex 'a\+' and generation_kwargs\['structured_out"):
         both = GRPOConfig(
             **CPU, vllm_structured_outputs_regex="a+", generation_kwargs={"structured_outputs": {"regex": "b+"}}
@@ -236,12 +234,12 @@ def test_a_regex_beside_structured_outputs_counts_and_a_warning_names_both() -> 
     assert sampling_settings(both)["structured_outputs"] == {"regex": "a+"}
 
 
-def test_engine_kwargs_come_as_json_on_the_command_line() -> None:
+def test_engine_kwargs_as_json_string_are_parsed() -> None:
     assert GRPOConfig(**CPU, vllm_engine_kwargs='{"max_num_seqs": 32}').vllm_engine_kwargs == {"max_num_seqs": 32}
 
 
 @pytest.mark.parametrize(("launched", "refused"), [(True, True), (False, False)])
-def test_more_ranks_than_gpus_are_refused_before_there_is_a_process_group(
+def test_config_with_more_ranks_than_gpus_raises_before_process_group(
     launched: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In it a rank without a GPU fails, and those of other nodes wait for it."""
@@ -260,7 +258,7 @@ def test_more_ranks_than_gpus_are_refused_before_there_is_a_process_group(
 
 
 @pytest.mark.parametrize(("launched", "expected"), [(True, ["gloo"]), (False, [])])
-def test_ddp_backend_counts_beside_a_deepspeed_file(
+def test_ddp_backend_with_deepspeed_file_sets_process_group_backend(
     launched: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On GPUs transformers drops it there: the group has to be there before."""
@@ -279,7 +277,7 @@ def test_ddp_backend_counts_beside_a_deepspeed_file(
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
-def test_a_tracker_that_is_not_installed_is_a_mistake_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_to_with_missing_tracker_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
 
     def found(module: str, package: str | None = None) -> Any:
@@ -291,7 +289,7 @@ def test_a_tracker_that_is_not_installed_is_a_mistake_at_once(name: str, monkeyp
         GRPOConfig(**{**CPU, "report_to": ["none", name]})
 
 
-def test_a_tracker_that_nobody_knows_is_a_mistake() -> None:
+def test_report_to_with_unknown_tracker_raises() -> None:
     with pytest.raises(ValueError, match=r"^report_to asks for 'wandbb', .* \(did you mean wandb\?\)$"):
         GRPOConfig(**{**CPU, "report_to": "wandbb"})
     with pytest.raises(ValueError, match="does not know: one of azure_ml, "):
@@ -300,7 +298,7 @@ def test_a_tracker_that_nobody_knows_is_a_mistake() -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "steps"), [(7, 24), (14, 12), (28, 6), (24, 7), (1, 168)])
-def test_completions_per_step_are_the_same_on_any_number_of_ranks(
+def test_completions_per_step_on_any_rank_count_keeps_batch_size(
     num_ranks: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GRPOConfig, "num_ranks", num_ranks)
@@ -329,7 +327,7 @@ NO_BATCH = {
 
 
 @pytest.mark.parametrize(("settings", "message"), NO_BATCH.values(), ids=NO_BATCH.keys())
-def test_completions_per_step_that_no_batch_makes(
+def test_completions_per_step_without_matching_batch_raises(
     settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GRPOConfig, "num_ranks", 28)

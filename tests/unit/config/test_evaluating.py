@@ -12,7 +12,7 @@ def config(**options: Any) -> GRPOConfig:
     return GRPOConfig(use_cpu=True, bf16=False, report_to="none", num_generations=8, **options)
 
 
-def test_a_sets_own_settings_come_before_those_of_all() -> None:
+def test_evaluation_sampling_of_set_overrides_common_settings() -> None:
     args = config(
         eval_temperature=0.6,
         eval_top_p=0.9,
@@ -29,7 +29,7 @@ def test_a_sets_own_settings_come_before_those_of_all() -> None:
     ("options", "at"),
     [({}, [1, 2, 4, 8]), ({"num_generations_eval": 6}, [1, 2, 4]), ({"eval_pass_at": [5, 1, 5]}, [1, 5])],
 )
-def test_powers_of_two_are_counted_unless_others_are_asked_for(options: dict[str, Any], at: list[int]) -> None:
+def test_passes_at_defaults_to_powers_of_two(options: dict[str, Any], at: list[int]) -> None:
     assert passes_at(config(**options)) == at
 
 
@@ -46,6 +46,6 @@ def test_powers_of_two_are_counted_unless_others_are_asked_for(options: dict[str
         ({"eval_pass_at": [1, 16]}, "eval_pass_at has 16; .* of which there are 8"),
     ],
 )
-def test_what_does_not_add_up_is_refused(options: dict[str, Any], said: str) -> None:
+def test_evaluation_options_with_invalid_values_raise(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         config(**options)

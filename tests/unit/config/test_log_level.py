@@ -31,33 +31,33 @@ def config(tmp_path: Path, **options: object) -> GRPOConfig:
         ({"log_level_replica": "error"}, logging.INFO),  # this is no replica
     ],
 )
-def test_transformers_level_counts_where_it_is_set(options: dict[str, str], level: int, tmp_path: Path) -> None:
+def test_log_level_when_set_decides_grpo_logger_level(options: dict[str, str], level: int, tmp_path: Path) -> None:
     logging.getLogger("grpo").setLevel(logging.INFO)
     config(tmp_path, **options)
     assert logging.getLogger("grpo").level == level
 
 
-def test_it_takes_lines_off_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_level_warning_hides_info_on_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config(tmp_path, log_level="warning")
     logging.getLogger("grpo.record.progress").info("step 1/2")
     logging.getLogger("grpo.local_vllm").warning("one completion was left out")
     assert capsys.readouterr().out == "[grpo] one completion was left out\n"
 
 
-def test_a_package_that_the_variable_names_keeps_its_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grpo_log_package_keeps_debug_under_log_level_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_LOG", "weights")
     config(tmp_path, log_level="error")
     assert logging.getLogger("grpo.weights.sync").isEnabledFor(logging.DEBUG)
     assert not logging.getLogger("grpo.rollout.pool").isEnabledFor(logging.WARNING)
 
 
-def test_a_word_that_names_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grpo_log_with_unknown_word_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_LOG", "wieghts")
     with pytest.raises(ValueError, match="GRPO_LOG is 'wieghts'"):
         config(tmp_path)
 
 
-def test_a_replica_has_the_replicas_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_log_level_on_replica_is_log_level_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from grpo.config.options import own_log_level
 
     args = config(tmp_path, log_level="debug", log_level_replica="error")

@@ -38,7 +38,7 @@ def topology(tensor_parallel_size: int = 1) -> Any:
     )
 
 
-def test_every_sampling_option_of_trl_reaches_vllm() -> None:
+def test_sampling_params_include_every_trl_option() -> None:
     args = config(
         temperature=0.7,
         top_p=0.9,
@@ -72,16 +72,16 @@ SHAPED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SHAPED, ids=str)
-def test_settings_that_set_the_two_sides_log_probabilities_apart(settings: dict[str, Any]) -> None:
+def test_samples_as_scored_with_shaped_sampling_is_false(settings: dict[str, Any]) -> None:
     assert not samples_as_scored(config(**settings))
 
 
-def test_settings_under_which_both_sides_have_the_same_distribution() -> None:
+def test_samples_as_scored_with_plain_sampling_is_true() -> None:
     assert samples_as_scored(config())
     assert samples_as_scored(config(temperature=0.7, top_k=-1, generation_kwargs={"stop": ["."], "seed": 3}))
 
 
-def test_engine_arguments() -> None:
+def test_engine_args_from_config_are_vllm_fields() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     args = config(vllm_max_model_length=512, seed=7, vllm_engine_kwargs={"max_num_seqs": 32}, bf16=False)
@@ -96,12 +96,12 @@ def test_engine_arguments() -> None:
     assert "max_model_len" not in engine_args(config(), MODEL, topology())
 
 
-def test_the_users_cpu_cache_size_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_args_with_cpu_cache_size_of_user_omit_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
     assert "kv_cache_memory_bytes" not in engine_args(config(), MODEL, topology())
 
 
-def test_backends() -> None:
+def test_choose_backend_by_gpus_returns_nccl_or_shm() -> None:
     assert choose_backend("auto", has_gpus=True) == "nccl"
     assert choose_backend("auto", has_gpus=False) == "shm"
     assert choose_backend("shm", has_gpus=True) == "shm"
@@ -109,7 +109,7 @@ def test_backends() -> None:
         choose_backend("nccl", has_gpus=False)
 
 
-def test_a_model_object_is_described_in_a_private_folder_without_weights(tiny_model: Path, tmp_path: Path) -> None:
+def test_describe_model_of_object_writes_private_folder_without_weights(tiny_model: Path, tmp_path: Path) -> None:
     class Mine(type(AutoModelForCausalLM.from_pretrained(tiny_model))):  # type: ignore[misc]
         """A user's own subclass, which vLLM has never heard of."""
 
@@ -131,7 +131,7 @@ def test_a_model_object_is_described_in_a_private_folder_without_weights(tiny_mo
     assert not path.exists()
 
 
-def test_a_folder_of_the_same_path_outlives_the_one_before_it(tmp_path: Path) -> None:
+def test_private_folder_of_same_path_outlives_older(tmp_path: Path) -> None:
     before = PrivateFolder(tmp_path / "engine")
     after = PrivateFolder(tmp_path / "engine")
     del before
@@ -140,7 +140,7 @@ def test_a_folder_of_the_same_path_outlives_the_one_before_it(tmp_path: Path) ->
     assert not (tmp_path / "engine").exists()
 
 
-def test_a_path_needs_no_folder(tiny_model: Path) -> None:
+def test_describe_model_of_path_makes_no_folder(tiny_model: Path) -> None:
     described, folder = describe_model(
         str(tiny_model), config(model_init_kwargs={"revision": "main"}), None, topology()
     )
@@ -159,18 +159,16 @@ def test_a_path_needs_no_folder(tiny_model: Path) -> None:
         ({"model_init_kwargs": {"dtype": "auto"}}, torch.float32),  # what the checkpoint says
     ],
 )
-def test_the_engine_computes_in_the_trainers_dtype(
-    settings: dict[str, Any], dtype: torch.dtype, tiny_model: Path
-) -> None:
+def test_compute_dtype_follows_trainer_settings(settings: dict[str, Any], dtype: torch.dtype, tiny_model: Path) -> None:
     assert compute_dtype(str(tiny_model), config(**settings)) == dtype
 
 
-def test_the_launchers_mixed_precision_counts(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
+def test_compute_dtype_follows_mixed_precision_of_launcher(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert compute_dtype(str(tiny_model), config()) == torch.bfloat16
 
 
-def test_a_model_object_says_its_dtype_and_heads() -> None:
+def test_dtype_and_attention_heads_of_model_object_match_its_config() -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("qwen2-tied"), dtype=torch.bfloat16)
     assert compute_dtype(model, config()) == torch.bfloat16
     assert attention_heads(model, config(vllm_tensor_parallel_size=2)) == (4, 2)

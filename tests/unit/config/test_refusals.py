@@ -51,7 +51,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_features_of_other_modes_are_refused_by_name(case: str) -> None:
+def test_trainer_with_unsupported_features_refuses_them_by_name(case: str) -> None:
     arguments, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         GRPOTrainer(
@@ -59,14 +59,14 @@ def test_features_of_other_modes_are_refused_by_name(case: str) -> None:
         )
 
 
-def test_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_under_fsdp_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match=r"FSDP.*DeepSpeed, DDP or one process"):
         GRPOTrainer(str(MODEL), reward_funcs=print, args=config(), train_dataset=DATA)
 
 
 @pytest.mark.parametrize("kind", ["TP", "CP", "SP"])
-def test_ranks_that_share_a_model_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_with_model_parallel_ranks_of_launcher_raises(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `accelerate launch` passes on what its file has under `parallelism_config`."""
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")
@@ -74,21 +74,21 @@ def test_ranks_that_share_a_model_are_refused(kind: str, monkeypatch: pytest.Mon
         GRPOTrainer(str(MODEL), reward_funcs=print, args=config(), train_dataset=DATA)
 
 
-def test_ranks_that_share_a_model_by_deepspeed_are_refused() -> None:
+def test_trainer_with_deepspeed_tensor_parallel_raises() -> None:
     args = config()
     args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"tensor_parallel": {"autotp_size": 2}})
     with pytest.raises(ValueError, match=r"DeepSpeed's tensor_parallel.autotp_size is 2: .*remove it"):
         GRPOTrainer(str(MODEL), reward_funcs=print, args=args, train_dataset=DATA)
 
 
-def test_data_parallel_ranks_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_with_data_parallel_ranks_passes_parallelism_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
     with pytest.raises(ValueError, match=r"is './no-such-model', but .* does not exist"):
         GRPOTrainer("./no-such-model", reward_funcs=print, args=config(), train_dataset=DATA)
 
 
-def test_a_model_that_is_split_over_ranks_is_refused(tiny_model: Path) -> None:
+def test_trainer_with_model_split_over_ranks_raises(tiny_model: Path) -> None:
     for key, value in {"tp_plan": "auto", "tp_size": 2, "distributed_config": {"tp_size": 2}}.items():
         with pytest.raises(ValueError, match=rf"model_init_kwargs holds '{key}', which splits the model over ranks"):
             check_init_kwargs(config(model_init_kwargs={key: value}), str(tiny_model))
@@ -98,7 +98,7 @@ def test_a_model_that_is_split_over_ranks_is_refused(tiny_model: Path) -> None:
         GRPOTrainer(model, reward_funcs=print, args=config(), train_dataset=DATA)
 
 
-def test_a_model_that_takes_no_weights_is_refused(tmp_path: Path) -> None:
+def test_trainer_with_unreloadable_model_raises(tmp_path: Path) -> None:
     CONFIG_MAPPING["gpt_oss"](architectures=["GptOssForCausalLM"]).save_pretrained(tmp_path)
     with pytest.raises(
         ValueError, match=r"is a GptOssForCausalLM, whose weights vLLM cannot reload: .*experts and sinks"
@@ -106,19 +106,19 @@ def test_a_model_that_takes_no_weights_is_refused(tmp_path: Path) -> None:
         GRPOTrainer(str(tmp_path), reward_funcs=print, args=config(), train_dataset=DATA)
 
 
-def test_trls_own_config_is_named() -> None:
+def test_trainer_with_trl_config_raises() -> None:
     theirs = trl.GRPOConfig(output_dir="unused", use_cpu=True, bf16=False)
     with pytest.raises(TypeError, match="GRPO-201"):
         GRPOTrainer(str(MODEL), reward_funcs=print, args=theirs, train_dataset=DATA)  # type: ignore[arg-type]
 
 
-def test_ways_of_loading_that_engines_cannot_follow_are_refused() -> None:
+def test_check_init_kwargs_with_subfolder_raises() -> None:
     with pytest.raises(ValueError, match="model_init_kwargs holds 'subfolder'"):
         check_init_kwargs(config(model_init_kwargs={"subfolder": "a"}), "some-model")
     check_init_kwargs(config(model_init_kwargs={"attn_implementation": "sdpa", "token": None}), "some-model")
 
 
-def test_a_configuration_that_engines_would_not_see_is_refused(tiny_model: Path) -> None:
+def test_check_init_kwargs_with_config_overrides_raises(tiny_model: Path) -> None:
     """transformers puts such arguments into the configuration of the model that it loads; vLLM reads config.json."""
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     for key, value in {"rope_parameters": rope, "rms_norm_eps": 1e-3}.items():
@@ -133,7 +133,7 @@ def test_a_configuration_that_engines_would_not_see_is_refused(tiny_model: Path)
     check_init_kwargs(config(model_init_kwargs={"rms_norm_eps": 1e-3}), model)  # which TRL leaves as it is
 
 
-def test_ddp_warns_of_a_model_that_cannot_fit() -> None:
+def test_ddp_memory_message_for_too_large_model_suggests_zero3() -> None:
     gib = 2**30
     assert ddp_memory_message(5 * 10**9, 80 * gib, each=16) is None  # 74.5 GiB
     assert ddp_memory_message(5 * 10**9, 80 * gib, each=20) is not None  # 93.1 GiB: of two ranks

@@ -28,7 +28,7 @@ def name_of(held: EngineAdapters, number: int | None) -> str | None:
         return None if request is None else request.lora_name
 
 
-def test_a_request_is_sampled_by_the_adapter_that_it_names() -> None:
+def test_engine_adapters_serve_adapter_named_by_request() -> None:
     engine = Engine()
 
     async def take() -> None:
@@ -45,7 +45,7 @@ def test_a_request_is_sampled_by_the_adapter_that_it_names() -> None:
     assert engine.asked[-1] == ("grpo_take_adapter", {"number": 3, "keep": [2]})
 
 
-def test_an_older_one_that_comes_again_is_not_the_newest_and_one_that_is_here_stays_as_it_is() -> None:
+def test_take_of_older_adapter_keeps_newest_and_skips_present_one() -> None:
     """An engine that has come back gets them all; the others of its node have them."""
     engine = Engine()
 
@@ -61,7 +61,7 @@ def test_an_older_one_that_comes_again_is_not_the_newest_and_one_that_is_here_st
     asyncio.run(take())
 
 
-def test_one_that_a_request_uses_is_not_dropped_under_it() -> None:
+def test_take_of_adapter_waits_for_requests_of_dropped_one() -> None:
     """vLLM's engine would end. Its abort may be on its way."""
 
     async def take() -> None:
@@ -82,7 +82,7 @@ def test_one_that_a_request_uses_is_not_dropped_under_it() -> None:
     asyncio.run(take())
 
 
-def test_an_update_ends_without_vllms_own_end_of_one() -> None:
+def test_end_update_calls_grpo_end_and_sets_version() -> None:
     engine = Engine()
     asyncio.run(EngineAdapters(engine).end_update("7"))  # type: ignore[arg-type]
     assert (engine.asked, engine.version) == ([("grpo_end_weight_update", None)], "7")

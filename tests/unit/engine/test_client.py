@@ -16,5 +16,5 @@ CAUSE = "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
         ("all is well\n", ""),
     ],
 )
-def test_the_cause_of_a_death_is_the_first_error_that_is_no_word_of_it(log: str, cause: str) -> None:
+def test_root_error_of_log_skips_engine_dead_error(log: str, cause: str) -> None:
     assert root_error(log) == cause

@@ -47,7 +47,7 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
     engines.end_all()
 
 
-def test_what_an_engine_has_compiled_is_kept(engines: Engines) -> None:
+def test_cache_slot_after_ready_start_is_kept_for_next(engines: Engines) -> None:
     first = engines.start()
     (first.folder / "kernel.so").write_text("whole")
     first.is_ready()
@@ -57,7 +57,7 @@ def test_what_an_engine_has_compiled_is_kept(engines: Engines) -> None:
     assert (second.folder / "kernel.so").read_text() == "whole"
 
 
-def test_engines_at_once_have_a_slot_each_and_the_next_ones_the_same(engines: Engines) -> None:
+def test_cache_slots_of_concurrent_engines_are_distinct_and_reused(engines: Engines) -> None:
     with ThreadPoolExecutor(16) as threads:
         slots = [future.result() for future in [threads.submit(engines.start) for _ in range(64)]]
     folders = {slot.folder for slot in slots}
@@ -95,7 +95,7 @@ def start_of(code: str, *folders: Path) -> Iterator[tuple[subprocess.Popen, Path
         yield host, Path(host.stdout.readline().strip())
 
 
-def test_a_start_that_is_killed_spoils_none_that_follows(engines: Engines, tmp_path: Path) -> None:
+def test_cache_slot_of_killed_start_is_emptied_for_next(engines: Engines, tmp_path: Path) -> None:
     with start_of(STARTING, tmp_path) as (host, spoilt):
         beside = engines.start()
         assert beside.folder != spoilt
@@ -111,7 +111,7 @@ def test_a_start_that_is_killed_spoils_none_that_follows(engines: Engines, tmp_p
     assert (beside.folder / "kernel.so").exists()
 
 
-def test_a_start_that_fails_by_itself_is_a_start_that_was_not_ready(engines: Engines) -> None:
+def test_cache_slot_of_failed_start_is_emptied_for_next(engines: Engines) -> None:
     failed = engines.start()
     (failed.folder / "kernel.so").touch()
     engines.end(failed)
@@ -147,7 +147,7 @@ def a_late_start(base: Path, private_folder: Path) -> Path:
     return folder
 
 
-def test_a_start_that_was_late_leaves_what_is_whole_once(engines: Engines, tmp_path: Path) -> None:
+def test_end_late_keeps_whole_files_once(engines: Engines, tmp_path: Path) -> None:
     private_folder = tmp_path / "private"
     folder = a_late_start(tmp_path, private_folder)
     assert not private_folder.exists()
@@ -163,7 +163,7 @@ def test_a_start_that_was_late_leaves_what_is_whole_once(engines: Engines, tmp_p
     assert not [*engines.start().folder.iterdir()]
 
 
-def test_a_slot_that_another_engine_has_taken_meanwhile_stays_as_it_is(engines: Engines, tmp_path: Path) -> None:
+def test_end_late_with_slot_taken_by_other_engine_leaves_it_alone(engines: Engines, tmp_path: Path) -> None:
     slot = engines.start()
     note_slots([slot], tmp_path)
     taken: list[CacheSlot] = []
@@ -181,7 +181,7 @@ def test_a_slot_that_another_engine_has_taken_meanwhile_stays_as_it_is(engines: 
     assert not [*engines.start().folder.iterdir()], "it was not ready either"
 
 
-def test_all_caches_of_an_engine(tmp_path: Path) -> None:
+def test_take_slots_covers_all_cache_variables(tmp_path: Path) -> None:
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kernels"), "VLLM_CACHE_ROOT": str(tmp_path / "vllm")}
     variables, slots = take_slots(environment, tmp_path / "private")
     assert variables.keys() == environment.keys()
@@ -193,7 +193,7 @@ def test_all_caches_of_an_engine(tmp_path: Path) -> None:
     assert take_slots({"PATH": "/bin"}, tmp_path) == ({}, [])
 
 
-def test_a_folder_without_locks_is_not_used(
+def test_take_slots_without_locks_uses_private_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
@@ -212,7 +212,9 @@ def test_a_folder_without_locks_is_not_used(
         assert reason in said
 
 
-def test_a_library_stands_in_its_place_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_libraries_whole_after_kill_leaves_no_partial_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cpp_builder = pytest.importorskip("torch._inductor.cpp_builder")
     monkeypatch.setattr(cpp_builder.CppBuilder, "build", cpp_builder.CppBuilder.build)  # as it was, afterwards
     write_libraries_whole()
@@ -238,7 +240,7 @@ def test_a_library_stands_in_its_place_whole_or_not_at_all(tmp_path: Path, monke
     assert target.stat().st_size
 
 
-def test_compiled_headers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keep_headers_stores_compiled_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codecache = pytest.importorskip("torch._inductor.codecache")
     for name in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
         monkeypatch.setattr(codecache, name, getattr(codecache, name))  # as it was, afterwards

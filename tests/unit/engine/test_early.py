@@ -23,7 +23,7 @@ def needed(environment: dict[str, str], *, devices: tuple[str, ...] = (), engine
     return engine_environment(environment, devices=devices, tensor_parallel_size=1, engines_per_node=engines)
 
 
-def test_the_first_engine_takes_the_host_and_the_next_one_a_new_one(hosts: list[MadeUpHost]) -> None:
+def test_take_host_gives_early_host_to_first_engine_only(hosts: list[MadeUpHost]) -> None:
     environment = {**LAUNCHED, "CUDA_VISIBLE_DEVICES": ""}
     start_host(environment)
     start_host(environment)  # one waits already
@@ -46,14 +46,12 @@ def test_the_first_engine_takes_the_host_and_the_next_one_a_new_one(hosts: list[
     ],
     ids=["another-rank", "no-gpu-left", "half-a-launch"],
 )
-def test_who_starts_no_engine_starts_no_host(environment: dict[str, str], hosts: list[MadeUpHost]) -> None:
+def test_start_host_in_process_without_engine_starts_none(environment: dict[str, str], hosts: list[MadeUpHost]) -> None:
     start_host(environment)
     assert not hosts
 
 
-def test_the_gpu_of_the_last_engine_is_what_a_host_sees_first(
-    hosts: list[MadeUpHost], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_host_sees_gpu_of_last_engine(hosts: list[MadeUpHost], monkeypatch: pytest.MonkeyPatch) -> None:
     start_host({**LAUNCHED, "CUDA_VISIBLE_DEVICES": "4, 5,GPU-a,GPU-b"})
     assert hosts[0].environment["CUDA_VISIBLE_DEVICES"] == "GPU-b"
     taken = early.take_host(needed({**LAUNCHED, "CUDA_VISIBLE_DEVICES": "4,5,GPU-a,GPU-b"}, devices=("GPU-a",)))
@@ -63,7 +61,7 @@ def test_the_gpu_of_the_last_engine_is_what_a_host_sees_first(
     assert hosts[1].environment["CUDA_VISIBLE_DEVICES"] == "2"
 
 
-def test_what_vllm_has_read_already_must_not_have_changed(
+def test_take_host_after_changed_vllm_settings_starts_new_host(
     hosts: list[MadeUpHost], caplog: pytest.LogCaptureFixture
 ) -> None:
     environment = {**LAUNCHED, "CUDA_VISIBLE_DEVICES": "", "HF_HOME": "/here"}
@@ -85,14 +83,16 @@ def test_what_vllm_has_read_already_must_not_have_changed(
     assert early.take_host(needed(environment | late)) is waiting
 
 
-def test_a_host_that_has_ended_is_replaced(hosts: list[MadeUpHost]) -> None:
+def test_take_host_after_end_of_early_host_starts_new_host(hosts: list[MadeUpHost]) -> None:
     environment = {**LAUNCHED, "CUDA_VISIBLE_DEVICES": ""}
     start_host(environment)
     hosts[0].runs = False
     assert early.take_host(needed(environment)) is hosts[1]
 
 
-def test_a_forked_process_ends_no_host(hosts: list[MadeUpHost], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drop_host_in_forked_process_leaves_host_running(
+    hosts: list[MadeUpHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = {**LAUNCHED, "CUDA_VISIBLE_DEVICES": ""}
     start_host(environment)
     with monkeypatch.context() as forked:

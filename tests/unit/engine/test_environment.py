@@ -42,7 +42,7 @@ def environment(extra: dict[str, str] | None = None, *, devices: tuple[str, ...]
     )
 
 
-def test_the_launcher_is_invisible_and_the_users_settings_stay() -> None:
+def test_engine_environment_drops_launcher_and_keeps_user_settings() -> None:
     env = environment(devices=("6", "GPU-abc"))
     gone = LAUNCHED.keys() - env.keys()
     assert gone == LAUNCHED.keys() - {"PATH", "HF_HOME", "NCCL_SOCKET_IFNAME"}
@@ -65,7 +65,7 @@ def test_the_launcher_is_invisible_and_the_users_settings_stay() -> None:
         *("GOOGLE_APPLICATION_CREDENTIALS", "PGPASSWORD", "azure_client_secret", "SLURM_JWT", "REGISTRY_AUTH_FILE"),
     ],
 )
-def test_a_secret_reaches_an_engine_only_where_it_is_named(name: str) -> None:
+def test_engine_environment_passes_secrets_only_when_named(name: str) -> None:
     assert name not in environment({name: "secret"})
     assert environment({name: "secret", "GRPO_ENGINE_ENV": f"OTHER, {name}"})[name] == "secret"
     assert environment({name: "secret", "GRPO_ENGINE_ENV": f"{name[:4]}*"})[name] == "secret"
@@ -78,15 +78,15 @@ def test_a_secret_reaches_an_engine_only_where_it_is_named(name: str) -> None:
         *("LD_LIBRARY_PATH", "CPATH", "SITE_CLUSTER_MODULES", "SLURM_JOB_ID", "KEYBOARD", "ROLES"),
     ],
 )
-def test_what_is_no_secret_and_no_launchers_reaches_an_engine(name: str) -> None:
+def test_engine_environment_passes_ordinary_variables(name: str) -> None:
     assert environment({name: "x"})[name] == "x"
 
 
-def test_nothing_of_a_launchers_reaches_an_engine_by_name() -> None:
+def test_engine_environment_never_passes_launcher_variables() -> None:
     assert "RANK" not in environment({"GRPO_ENGINE_ENV": "RANK,*"}), "it would join the trainer's rendezvous"
 
 
-def test_a_folder_that_another_user_has_made_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_folder_made_by_other_user_falls_back_to_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     ours = own_folder("kernels")
@@ -105,14 +105,14 @@ def test_a_folder_that_another_user_has_made_first(tmp_path: Path, monkeypatch: 
     assert own_folder("kernels") == in_the_home.with_name("kernels_12345"), "another's"
 
 
-def test_our_plugin_is_among_the_allowed_ones() -> None:
+def test_vllm_plugins_when_set_include_grpo() -> None:
     assert "VLLM_PLUGINS" not in environment()
     assert environment({"VLLM_PLUGINS": "theirs"})["VLLM_PLUGINS"] == "theirs,grpo"
     assert environment({"VLLM_PLUGINS": "grpo"})["VLLM_PLUGINS"] == "grpo"
     assert environment({"VLLM_PLUGINS": ""})["VLLM_PLUGINS"] == "grpo"
 
 
-def test_cores_on_a_machine_without_gpus(monkeypatch) -> None:
+def test_engine_environment_without_gpus_assigns_cores(monkeypatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     assert environment()["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert environment()["CUDA_VISIBLE_DEVICES"] == ""
@@ -122,7 +122,7 @@ def test_cores_on_a_machine_without_gpus(monkeypatch) -> None:
     assert environment({"VLLM_CPU_OMP_THREADS_BIND": "all"})["VLLM_CPU_OMP_THREADS_BIND"] == "all"
 
 
-def test_an_engine_of_several_gpus_does_not_get_the_trainers_expandable_segments() -> None:
+def test_expandable_segments_for_engine_of_several_gpus_are_removed() -> None:
     others = ("max_split_size_mb:512", "roundup_power2_divisions:[256:1,>:4]")
     conf = {"PYTORCH_CUDA_ALLOC_CONF": ",".join([others[0], "expandable_segments:True", others[1]])}
     for devices in (("6", "7"), ("GPU-a", "GPU-b")):
@@ -137,20 +137,20 @@ def test_an_engine_of_several_gpus_does_not_get_the_trainers_expandable_segments
     assert environment(conf, devices=("7",))["PYTORCH_CUDA_ALLOC_CONF"] == conf["PYTORCH_CUDA_ALLOC_CONF"]
 
 
-def test_what_is_compiled_stays_on_the_node() -> None:
+def test_vllm_cache_root_by_default_is_local_and_per_device() -> None:
     folders = [environment(devices=devices)["VLLM_CACHE_ROOT"] for devices in [("6",), ("7",), ()]]
     assert len(set(folders)) == 3
     assert all(folder.startswith(tempfile.gettempdir()) for folder in folders)
     assert environment({"VLLM_CACHE_ROOT": "/fast"}, devices=("6",))["VLLM_CACHE_ROOT"] == "/fast"
 
 
-def test_processes_that_have_ended_meanwhile() -> None:
+def test_watched_process_wait_on_ended_process_returns_true() -> None:
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
     assert WatchedProcess(gone.pid).wait(0)
 
 
-def test_an_engine_that_another_thread_ends_leaves_the_handler_of_sigchld() -> None:
+def test_deaf_to_sigchld_in_other_thread_keeps_handler() -> None:
     def end() -> object:
         with deaf_to_sigchld():
             return signal.getsignal(signal.SIGCHLD)
@@ -163,7 +163,7 @@ def test_an_engine_that_another_thread_ends_leaves_the_handler_of_sigchld() -> N
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_float32_on_gpus_is_float32() -> None:
+def test_triton_f32_default_for_float32_on_gpus_is_ieee() -> None:
     """Triton would multiply it in TF32."""
 
     def of(dtype: str, devices: tuple[str, ...] = ("0",), **inherited: str) -> dict[str, str]:

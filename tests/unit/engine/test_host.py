@@ -75,7 +75,7 @@ def answers_of(engine: MadeUpEngine, timeouts: Timeouts = USUAL) -> list[Any]:
         (RuntimeError("the prompt is too long"), False),
     ],
 )
-def test_a_refused_request_is_answered_with_the_reason(error: Exception, is_refusal: bool) -> None:
+def test_sample_refused_by_engine_is_answered_with_reason(error: Exception, is_refusal: bool) -> None:
     (answers,) = answers_of(MadeUpEngine(error))
     assert isinstance(answers, Answers)
     assert [answer.completion_id for answer in answers.sampled] == [3, 4]
@@ -86,7 +86,9 @@ def test_a_refused_request_is_answered_with_the_reason(error: Exception, is_refu
 
 
 @pytest.mark.parametrize("cause", [RuntimeError("CUDA error"), ValueError("CUDA error")])
-def test_the_cause_of_vllms_own_error_is_reported(cause: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sample_after_engine_generate_error_is_answered_with_cause(
+    cause: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It raises one without a text from what it was; no prompt is to blame."""
     error = EngineGenerateError()
     error.__cause__ = cause
@@ -100,7 +102,7 @@ def test_the_cause_of_vllms_own_error_is_reported(cause: Exception, capsys: pyte
     ("reason", "error", "is_refusal"),
     [("error", "vLLM ended the request with an error", True), ("abort", "with the reason 'abort'", False)],
 )
-def test_what_vllm_has_not_sampled_to_its_end_is_no_completion(reason: str, error: str, is_refusal: bool) -> None:
+def test_unfinished_request_is_answered_with_error_without_tokens(reason: str, error: str, is_refusal: bool) -> None:
     (answers,) = answers_of(FinishingEngine(reason), Timeouts(engine_abort_s=0.2))
     for answer in answers.sampled:
         assert error in (answer.error or "")
@@ -108,7 +110,7 @@ def test_what_vllm_has_not_sampled_to_its_end_is_no_completion(reason: str, erro
         assert len(answer.token_ids) == 0
 
 
-def test_an_engine_that_aborts_and_ends_is_missed_as_one_that_died() -> None:
+def test_aborted_request_of_dying_engine_is_not_answered() -> None:
     """As vLLM's engine process does at SIGTERM: `serve` tells of it, and nobody answers for its requests."""
     engine = FinishingEngine("abort")
 
@@ -150,7 +152,7 @@ class FinishingEngine(MadeUpEngine):
 @pytest.mark.parametrize(
     ("together", "asked"), [(True, [("3", 10, 3)]), (False, [("3", 10, 1), ("4", 11, 1), ("5", 12, 1)])]
 )
-def test_completions_of_a_prompt_are_one_request_or_many_with_the_same_seeds(together: bool, asked: list) -> None:
+def test_sample_of_group_as_one_or_many_requests_uses_same_seeds(together: bool, asked: list) -> None:
     engine = FinishingEngine()
     host, sent = host_of(engine)
 
@@ -167,7 +169,7 @@ def test_completions_of_a_prompt_are_one_request_or_many_with_the_same_seeds(tog
     assert host._tasks == {}
 
 
-def test_a_turn_may_have_less_space_than_a_completion_has_at_least() -> None:
+def test_min_tokens_above_max_tokens_of_turn_is_lowered() -> None:
     engine = FinishingEngine()
     host, _ = host_of(engine)
     host._sampling = {"min_tokens": 32, "max_tokens": 64}
@@ -182,7 +184,7 @@ def test_a_turn_may_have_less_space_than_a_completion_has_at_least() -> None:
     assert asyncio.run(sample(max_tokens=20, min_tokens=5)) == (5, 20)
 
 
-def test_a_completion_ends_at_the_trainers_tokens_and_at_the_users() -> None:
+def test_stop_token_ids_combine_those_of_trainer_and_user() -> None:
     engine = FinishingEngine()
     host, _ = host_of(engine)
 
@@ -204,12 +206,12 @@ def test_a_completion_ends_at_the_trainers_tokens_and_at_the_users() -> None:
     assert stops({}, ignore_eos=True) == []
 
 
-def test_tokens_are_numbers_again_behind_the_wire() -> None:
+def test_sampling_params_from_json_have_integer_token_ids() -> None:
     overrides = json.loads(json.dumps({"logit_bias": {5: -100.0}}))
     assert sampling_params(overrides, seed=0).logit_bias == {5: -100.0}
 
 
-def test_calls_are_answered_under_their_id() -> None:
+def test_call_is_answered_under_its_id() -> None:
     host, sent = host_of(MadeUpEngine())
 
     async def ask() -> None:
@@ -223,7 +225,7 @@ def test_calls_are_answered_under_their_id() -> None:
     ]
 
 
-def test_a_call_that_fails_is_answered_though_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_call_with_full_stderr_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     host, sent = host_of(MadeUpEngine())
     full = io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True)  # type: ignore[arg-type]
     monkeypatch.setattr("sys.stderr", full)
@@ -232,7 +234,7 @@ def test_a_call_that_fails_is_answered_though_nothing_can_be_written(monkeypatch
     assert (reply.call_id, "has no call 'no such method'" in reply.error) == (4, True)
 
 
-def test_an_aborted_request_is_cancelled_and_not_answered() -> None:
+def test_abort_cancels_request_without_answer() -> None:
     engine = MadeUpEngine()
     host, sent = host_of(engine)
 
@@ -249,13 +251,13 @@ def test_an_aborted_request_is_cancelled_and_not_answered() -> None:
     asyncio.run(abort())
 
 
-def test_what_is_no_message_is_refused() -> None:
+def test_dispatch_of_unknown_message_raises() -> None:
     host, _ = host_of(MadeUpEngine())
     with pytest.raises(TypeError, match="engine host got str, which is no message"):
         host._dispatch("sample")
 
 
-def test_a_log_probability_for_each_token() -> None:
+def test_begun_of_requires_logprob_for_each_token() -> None:
     def given(count: int) -> SimpleNamespace:
         return SimpleNamespace(logprobs=[-1.0] * count)
 
@@ -267,7 +269,7 @@ def test_a_log_probability_for_each_token() -> None:
         begun_of([5, 6], given(1), is_whole=False)
 
 
-def test_what_vllm_remembers_of_another_gpu_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forget_device_clears_cached_gpu_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that waits does not know yet on which one its engine will be."""
 
     class Platform:
@@ -295,7 +297,7 @@ def state_of(request_id: str, index: int, num_tokens: int, parent: Any = None) -
     )
 
 
-def test_what_is_under_way_is_completions_with_those_of_a_request_that_have_ended_and_no_probes() -> None:
+def test_under_way_includes_ended_group_members_and_skips_probes() -> None:
     ended = SimpleNamespace(
         index=1, token_ids=[5, 6, 7], logprobs=SimpleNamespace(logprobs=[-1.0] * 3), finish_reason="stop"
     )
@@ -312,7 +314,7 @@ def test_what_is_under_way_is_completions_with_those_of_a_request_that_have_ende
     assert found == {3: (17, False), 20: (4, False), 21: (3, True), 22: (9, False)}
 
 
-def test_what_has_been_answered_is_sent_before_what_is_under_way_is_reported() -> None:
+def test_so_far_call_sends_finished_answers_before_reply() -> None:
     """A completion is in one of both, whatever it is doing at that moment: 3 begins, 4 ends."""
 
     class Ending(MadeUpEngine):
@@ -355,7 +357,7 @@ def test_what_has_been_answered_is_sent_before_what_is_under_way_is_reported() -
     assert reply.value[3].engine_logprobs.tolist() == [-3.0, -2.0, -2.0]
 
 
-def test_a_call_that_finds_the_engine_dead_is_left_to_the_report_of_its_death() -> None:
+def test_call_on_dead_engine_is_not_answered() -> None:
     """Its local main brings such an engine back; an answer would be another failure."""
 
     class DeadEngine(MadeUpEngine):

@@ -55,7 +55,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (is_killed, "a process of vLLM (pid {pid}) was killed", FailureKind.ENGINE),
     ],
 )
-def test_one_that_fails(work: Callable[[], None], cause: str, kind: FailureKind, folder: Path) -> None:
+def test_start_watch_with_failed_process_reports_cause_and_kind(
+    work: Callable[[], None], cause: str, kind: FailureKind, folder: Path
+) -> None:
     causes: queue.Queue[Died] = queue.Queue()
     watch = StartWatch(folder, causes.put, grace_s=0.1)
     working = FORK.Process(target=_reporting(works, "another worker"))
@@ -73,7 +75,7 @@ def test_one_that_fails(work: Callable[[], None], cause: str, kind: FailureKind,
             each.join()
 
 
-def test_one_that_fails_and_says_so_itself(folder: Path) -> None:
+def test_start_watch_ended_before_grace_reports_nothing(folder: Path) -> None:
     """Then its own words are reported: the watch comes to nothing."""
     causes: queue.Queue[Died] = queue.Queue()
     process = FORK.Process(target=_reporting(fails, "a worker"))
@@ -86,7 +88,7 @@ def test_one_that_fails_and_says_so_itself(folder: Path) -> None:
         causes.get(timeout=1)
 
 
-def test_a_process_that_misses_another_ones_end_hides_no_error(folder: Path) -> None:
+def test_start_watch_cause_prefers_error_over_silent_exit(folder: Path) -> None:
     """EngineCore, whose pid is the lower, says no more than that a worker has failed."""
     for work in (returns, fills, returns):
         process = FORK.Process(target=_reporting(work, "it"))
@@ -99,7 +101,7 @@ def test_a_process_that_misses_another_ones_end_hides_no_error(folder: Path) -> 
     assert died.kind is FailureKind.MEMORY
 
 
-def test_an_engine_whose_folder_is_gone(folder: Path) -> None:
+def test_start_watch_with_missing_folder_finds_no_cause(folder: Path) -> None:
     watch = StartWatch(folder / "gone", pytest.fail)
     assert watch.cause() is None
     watch.end()

@@ -13,7 +13,7 @@ import pytest
 from grpo.faults.sessions import end_session, remove_traces
 
 
-def test_a_folder_that_is_written_to_meanwhile_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remove_traces_with_concurrent_writes_deletes_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, rmtree, late = tmp_path / "engine", shutil.rmtree, []
     folder.mkdir()
 
@@ -49,7 +49,7 @@ signal.pause()
 """
 
 
-def test_shared_memory_goes_with_the_session_though_every_process_of_it_was_killed(tmp_path: Path) -> None:
+def test_end_session_after_kill_of_all_processes_frees_shared_memory(tmp_path: Path) -> None:
     folder = tmp_path / f"grpo-engine-{os.getpid()}"
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
@@ -71,7 +71,7 @@ end_session_with(os.getpid(), private_folder=Path(sys.argv[1]))  # alive, but no
 """
 
 
-def test_a_host_whose_parent_died_before_it_looked_takes_its_folder_along(tmp_path: Path) -> None:
+def test_end_session_with_dead_parent_deletes_folder_and_ends_host(tmp_path: Path) -> None:
     folder = tmp_path / "engine"
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}

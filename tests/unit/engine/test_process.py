@@ -33,7 +33,7 @@ def many_files() -> Iterator[list[int]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_death_is_noticed_however_many_files_are_open(many_files: list[int]) -> None:
+def test_host_wait_for_end_with_1100_open_files_notices_exit(many_files: list[int]) -> None:
     host = object.__new__(HostProcess)
     with subprocess.Popen([sys.executable, "-c", ""]) as host._process:
         assert host.wait_for_end(stopped_timeout_s=60.0) is None
@@ -42,7 +42,7 @@ def test_a_death_is_noticed_however_many_files_are_open(many_files: list[int]) -
 
 
 @pytest.mark.parametrize("taken_by_others", [False, True])
-def test_a_descriptor_that_others_close_is_no_death(taken_by_others: bool) -> None:
+def test_watched_process_with_descriptor_closed_by_others_is_alive(taken_by_others: bool) -> None:
     """vLLM's forked workers close some of their descriptors twice, by number; one ended itself by that once."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         end = WatchedProcess(process.pid)
@@ -59,7 +59,7 @@ def test_a_descriptor_that_others_close_is_no_death(taken_by_others: bool) -> No
         os.close(taken)
 
 
-def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_process_after_failed_start_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object, **kwargs: object) -> None:
         raise BlockingIOError("no more processes")
 

@@ -36,7 +36,7 @@ def looks(watch: StallWatch, seconds: float, *, steps: int = 7, slowest_s: float
         (20.0, False, False, 6.0, 60.0),
     ],
 )
-def test_how_long_a_step_may_take(
+def test_stall_watch_limit_matches_table(
     timeout_s: float | None, on_cpu: bool, is_first: bool, slowest_s: float, limit_s: float
 ) -> None:
     watch = StallWatch(timeout_s, on_cpu=on_cpu)
@@ -45,22 +45,22 @@ def test_how_long_a_step_may_take(
     assert looks(watch, LOOK_S, slowest_s=slowest_s, is_first=is_first) == [limit_s + LOOK_S]
 
 
-def test_a_step_of_40_s_at_a_limit_of_20_s_is_slow_or_stuck_by_what_was_before() -> None:
+def test_stall_watch_limit_grows_with_slowest_step() -> None:
     assert not looks(StallWatch(20.0, on_cpu=False), 40.0, slowest_s=4.0)
     assert looks(StallWatch(20.0, on_cpu=False), 40.0, slowest_s=1.0)[0] == 22.0
 
 
-def test_a_long_prefill_in_chunks_is_steps_that_end() -> None:
+def test_stall_watch_with_chunked_prefill_finds_no_stall() -> None:
     watch = StallWatch(20.0, on_cpu=False)
     assert not [found for chunk in range(100) for found in looks(watch, 18.0, steps=7 + chunk)]
 
 
-def test_answers_that_come_behind_the_last_step_are_progress() -> None:
+def test_stall_watch_with_answers_after_last_step_finds_no_stall() -> None:
     watch = StallWatch(20.0, on_cpu=False)
     assert not [found for answers in range(100) for found in looks(watch, 18.0, answers=answers)]
 
 
-def test_where_nothing_is_owed_or_something_else_is_asked_nothing_counts() -> None:
+def test_stall_watch_with_nothing_owed_starts_anew() -> None:
     watch = StallWatch(20.0, on_cpu=False)
     assert not looks(watch, 18.0)
     assert not looks(watch, 500.0, owes=False)  # a weight sync, whose calls have a limit of their own
@@ -68,11 +68,11 @@ def test_where_nothing_is_owed_or_something_else_is_asked_nothing_counts() -> No
     assert looks(watch, 4.0)
 
 
-def test_an_engine_that_does_not_count_is_not_judged() -> None:
+def test_stall_watch_without_step_count_finds_no_stall() -> None:
     assert not looks(StallWatch(20.0, on_cpu=False), 500.0, steps=0)
 
 
-def test_steps_of_a_forked_process_are_read_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_progress_of_forked_process_counts_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     count: list[Callable[[float], None]] = []
     monkeypatch.setattr(progress, "report_steps", count.append)
     memory = EngineProgress()
@@ -106,7 +106,7 @@ never_ends()
 """
 
 
-def test_the_stacks_of_a_process_that_holds_the_interpreters_lock() -> None:
+def test_engine_progress_stacks_with_gil_held_name_stuck_function() -> None:
     memory = EngineProgress()
     with subprocess.Popen(
         [sys.executable, "-c", STUCK, str(memory.fd)],

@@ -43,7 +43,7 @@ class Unending(ScriptedEngine):
         raise FAILED
 
 
-def test_what_the_jobs_failure_keeps_from_being_ended_stays_the_sentinels(tmp_path: Path) -> None:
+def test_supervisor_close_on_job_failure_leaves_engine_to_sentinel(tmp_path: Path) -> None:
     watch = Watch()
     made: list[ScriptedEngine] = []
 
@@ -102,7 +102,7 @@ def supervise(tmp_path: Path, script: Script, **more: Any) -> EngineSupervisor:
     return engines
 
 
-def test_the_next_engine_starts_when_the_last_ones_memory_is_free_again(gpu: MadeUpGpu, tmp_path: Path) -> None:
+def test_engine_restart_waits_for_free_gpu_memory(gpu: MadeUpGpu, tmp_path: Path) -> None:
     script = Script()
     engines = supervise(tmp_path, script, max_restarts=1)
     order: list[tuple[str, int]] = []
@@ -127,7 +127,7 @@ def test_the_next_engine_starts_when_the_last_ones_memory_is_free_again(gpu: Mad
     engines.close()
 
 
-def test_memory_that_stays_taken_is_waited_for_within_a_bound(gpu: MadeUpGpu, tmp_path: Path) -> None:
+def test_engine_restart_with_memory_still_taken_starts_after_timeout(gpu: MadeUpGpu, tmp_path: Path) -> None:
     script = Script()
     engines = supervise(tmp_path, script, max_restarts=1, timeouts=Timeouts(device_free_s=0.3))
     gpu.used = 70 * GIB
@@ -137,7 +137,7 @@ def test_memory_that_stays_taken_is_waited_for_within_a_bound(gpu: MadeUpGpu, tm
     engines.close()
 
 
-def test_a_group_that_cannot_be_closed_keeps_no_engine_from_coming_back(gpu: MadeUpGpu, tmp_path: Path) -> None:
+def test_engine_restart_after_failed_group_close_starts_engine(gpu: MadeUpGpu, tmp_path: Path) -> None:
     def fail() -> None:
         raise RuntimeError("NCCL error: unhandled system error")
 
@@ -150,7 +150,7 @@ def test_a_group_that_cannot_be_closed_keeps_no_engine_from_coming_back(gpu: Mad
     engines.close()
 
 
-def test_an_engine_whose_group_does_not_close_is_waited_for_within_a_bound(gpu: MadeUpGpu, tmp_path: Path) -> None:
+def test_engine_restart_with_hanging_group_close_raises_step_failed(gpu: MadeUpGpu, tmp_path: Path) -> None:
     """NCCL's abort may hang."""
     end = threading.Event()
     script = Script()
@@ -165,7 +165,7 @@ def test_an_engine_whose_group_does_not_close_is_waited_for_within_a_bound(gpu: 
     end.set()
 
 
-def test_a_death_that_is_no_fault_of_the_engine_is_not_counted(tmp_path: Path) -> None:
+def test_engine_restart_after_request_fault_is_not_counted(tmp_path: Path) -> None:
     script = Script()
     engines = supervise(tmp_path, script, max_restarts=1)
     for number in range(3):

@@ -25,7 +25,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_tokenizer_of_the_package():
+def test_demo_tokenizer_encodes_and_decodes_sums():
     ids = TOKENIZER("12+34=46<eos>")["input_ids"]
     assert ids == [3, 4, 12, 5, 6, 13, 6, 8, TOKENIZER.eos_token_id]
     assert TOKENIZER.decode(ids) == "12+34=46<eos>"
@@ -36,12 +36,12 @@ def test_tokenizer_of_the_package():
     assert padded["attention_mask"][0] == [0, 0, 0, 0, 1, 1]
 
 
-def test_rows_are_prompt_answer_eos_padding():
+def test_encode_makes_rows_of_prompt_answer_eos_padding():
     rows = demo_model.encode(TOKENIZER, [(12, 34), (99, 99)])
     assert rows.tolist() == [[3, 4, 12, 5, 6, 13, 6, 8, 1, 0], [11, 11, 12, 11, 11, 13, 3, 11, 10, 1]]
 
 
-def test_answer_logprobs_are_those_of_a_plain_forward():
+def test_answer_logprobs_match_plain_forward():
     rows = demo_model.encode(TOKENIZER, [(12, 34)])
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**demo_model.SHAPE))
@@ -53,7 +53,7 @@ def test_answer_logprobs_are_those_of_a_plain_forward():
     torch.testing.assert_close(total[0], expected, atol=1e-4, rtol=0)
 
 
-def test_model_of_the_package_gets_four_of_ten_sums_right():
+def test_demo_model_answers_four_of_ten_sums():
     """Of those that neither the warm-up nor the demo trains on; in float32, from half of its size."""
     model = AutoModelForCausalLM.from_pretrained(demo.MODEL)
     assert model.dtype == torch.float32
@@ -65,7 +65,7 @@ def test_model_of_the_package_gets_four_of_ten_sums_right():
     assert 0.36 < logprobs.exp().mean() < 0.46
 
 
-def test_script_makes_what_is_in_the_package(made: Path):
+def test_demo_model_script_matches_packaged_model(made: Path):
     assert sorted(path.name for path in made.iterdir()) == sorted(path.name for path in demo.MODEL.iterdir())
     written, packaged = (AutoConfig.from_pretrained(folder) for folder in (made, demo.MODEL))
     for name in (*demo_model.SHAPE, "dtype", "eos_token_id", "pad_token_id", "architectures"):
@@ -79,7 +79,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-def test_warming_up_ends_at_its_target(monkeypatch: pytest.MonkeyPatch):
+def test_warm_up_at_target_ends(monkeypatch: pytest.MonkeyPatch):
     """Any exact match will do, and from the first step on the learning rate falls."""
     monkeypatch.setattr(demo_model, "FALL_AT", 0.0)
     first = demo_model.warm_up(TOKENIZER, seed=0, max_steps=1).state_dict()

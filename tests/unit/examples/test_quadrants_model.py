@@ -21,13 +21,13 @@ def quadrants_of(data: object) -> np.ndarray:
 
 
 @pytest.mark.parametrize("grey", [False, True])
-def test_answers_are_evenly_spread(grey: bool) -> None:
+def test_pictures_spread_answers_evenly(grey: bool) -> None:
     answers = Counter(pictures(COUNT, seed=1, grey=grey)["answer"])
     assert answers.keys() == COLOURS.keys()
     assert all(FEW < number < MANY for number in answers.values()), answers
 
 
-def test_the_brightest_quadrant_has_the_answers_colour_wherever_it_is() -> None:
+def test_pictures_brightest_quadrant_matches_answer() -> None:
     data = pictures(COUNT, seed=1)
     brightness = quadrants_of(data).max(axis=2)
     places = brightness.argmax(axis=1)
@@ -39,13 +39,13 @@ def test_the_brightest_quadrant_has_the_answers_colour_wherever_it_is() -> None:
         assert max(where.values()) < FEW / 2, (answer, where)
 
 
-def test_all_four_colours_are_in_every_picture() -> None:
+def test_pictures_contain_all_four_colours() -> None:
     for picture in quadrants_of(pictures(20, seed=1)):
         hues = picture > picture.max(axis=1, keepdims=True) / 2
         assert sorted(tuple(hue.astype(int)) for hue in hues) == sorted(COLOURS.values())
 
 
-def test_grey_pictures_say_nothing() -> None:
+def test_pictures_in_grey_reveal_no_answer() -> None:
     """All channels and quadrants are alike, and as bright whatever the answer."""
     data = pictures(COUNT, seed=1, grey=True)
     quadrants = quadrants_of(data)
@@ -55,13 +55,13 @@ def test_grey_pictures_say_nothing() -> None:
     assert np.ptp(means) < 25, means  # the mean of 200 deviates by 4
 
 
-def test_the_same_seed_draws_the_same_pictures() -> None:
+def test_pictures_with_same_seed_are_equal() -> None:
     first, again, other = (quadrants_of(pictures(4, seed=seed)) for seed in (1, 1, 2))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
 
 
-def test_lessons_say_what_is_lit_only_of_a_colour_that_is_asked_for() -> None:
+def test_lesson_reveals_lit_colour_only_when_asked() -> None:
     rng = random.Random(0)
     for lit in COLOURS:
         lessons = [lesson(lit, rng) for _ in range(4 * COUNT)]
@@ -72,7 +72,7 @@ def test_lessons_say_what_is_lit_only_of_a_colour_that_is_asked_for() -> None:
         assert 0.4 < asked[f"is {lit} lit", "yes"] / asked.total() < 0.6
 
 
-def test_a_conversation_in_tokens() -> None:
+def test_processor_tokenizes_conversation() -> None:
     processor = build_processor()
     said = [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]},

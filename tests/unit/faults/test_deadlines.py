@@ -40,7 +40,7 @@ caught: list[BaseException] = []
 
 
 @pytest.mark.parametrize("call", [sleeps, computes, threading.Event().wait, catches_everything])
-def test_a_deadline_interrupts_whatever_runs(call: Callable[[], object]) -> None:
+def test_interrupted_after_deadline_stops_any_call(call: Callable[[], object]) -> None:
     caught.clear()
     before, begun = signal.getsignal(signal.SIGUSR2), time.monotonic()
     with pytest.raises(DeadlinePassed), interrupted_after(0.05):
@@ -50,7 +50,7 @@ def test_a_deadline_interrupts_whatever_runs(call: Callable[[], object]) -> None
     assert not [thread for thread in threading.enumerate() if thread.name == "grpo-interrupt"]
 
 
-def test_code_that_goes_on_after_it_is_interrupted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_after_first_interrupt_strikes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadlines, "AGAIN_S", 0.05)
     interrupts: list[BaseException] = []
 
@@ -66,14 +66,14 @@ def test_code_that_goes_on_after_it_is_interrupted_again(monkeypatch: pytest.Mon
     assert len(interrupts) == 3
 
 
-def test_what_ends_in_time_is_left_alone() -> None:
+def test_interrupted_after_with_call_ending_in_time_does_nothing() -> None:
     with interrupted_after(LONG_S):
         pass
     with pytest.raises(ZeroDivisionError), interrupted_after(LONG_S):
         1 / 0  # noqa: B018
 
 
-def test_an_alarm_of_an_interrupted_call_strikes_nobody_else() -> None:
+def test_interrupted_after_deadline_clears_alarm_of_call() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)  # of a test's own deadline
 
     def call() -> None:
@@ -85,7 +85,7 @@ def test_an_alarm_of_an_interrupted_call_strikes_nobody_else() -> None:
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-def test_the_jobs_failure_ends_a_system_call_too() -> None:
+def test_raise_in_main_thread_ends_system_call() -> None:
     begun, never = time.monotonic(), threading.Event()
 
     def call() -> None:
@@ -97,7 +97,7 @@ def test_the_jobs_failure_ends_a_system_call_too() -> None:
     assert time.monotonic() - begun < LONG_S / 2
 
 
-def test_elsewhere_than_in_the_main_thread_nothing_interrupts() -> None:
+def test_interrupted_after_outside_main_thread_does_nothing() -> None:
     done: list[bool] = []
 
     def call() -> None:

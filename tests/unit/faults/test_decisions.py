@@ -10,12 +10,12 @@ from grpo.faults.failure import ANSWERS, Decision, FailureKind, answer_to, answe
 from tests.support.launching import ROOT
 
 
-def test_every_kind_has_its_answers() -> None:
+def test_answers_cover_every_failure_kind() -> None:
     assert list(ANSWERS) == list(FailureKind)
 
 
 @pytest.mark.parametrize(("kind", "was_seen"), [*itertools.product(FailureKind, (False, True))])
-def test_before_the_first_step_it_does_not_matter_whether_it_was_seen(kind: FailureKind, was_seen: bool) -> None:
+def test_answer_to_before_first_step_ignores_was_seen(kind: FailureKind, was_seen: bool) -> None:
     assert answer_to(kind, is_behind_first_step=False, was_seen=was_seen) == ANSWERS[kind][0]
 
 
@@ -32,11 +32,13 @@ def test_before_the_first_step_it_does_not_matter_whether_it_was_seen(kind: Fail
         ({"state": "failed", "kind": "engine", "step": 3}, True, Decision.REPLACE_NODE),
     ],
 )
-def test_the_answer_to_an_attempts_end(state: dict[str, object] | None, was_seen: bool, answer: Decision) -> None:
+def test_answer_to_end_of_attempt_matches_table(
+    state: dict[str, object] | None, was_seen: bool, answer: Decision
+) -> None:
     assert answer_to_end(state, was_seen=was_seen) is answer
 
 
-def test_the_docs_show_the_table() -> None:
+def test_resume_page_matches_answers_table() -> None:
     page = Path(ROOT / "docs" / "resume.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
     assert {kind: tuple(answers) for kind, *answers in rows} == {

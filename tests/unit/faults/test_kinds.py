@@ -161,7 +161,7 @@ except Exception as error:
 
 
 @pytest.mark.parametrize(("timeout_s", "peer"), [(60, "ends"), (2, "is silent")])
-def test_a_lost_peer_of_gloos_is_the_machines_and_an_echo(timeout_s: int, peer: str, tmp_path: Path) -> None:
+def test_kind_of_lost_gloo_peer_is_machine_and_echo(timeout_s: int, peer: str, tmp_path: Path) -> None:
     words = [sys.executable, "-c", PEER]
     reported = [str(tmp_path / "store"), str(timeout_s), peer.split()[0]]
     with subprocess.Popen([*words, "1", *reported]) as other:
@@ -247,14 +247,14 @@ ALL = {
 
 
 @pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind, cases in ALL.items() for case in cases])
-def test_the_kind_of_an_error(kind: FailureKind, case: str) -> None:
+def test_kind_of_error_matches_table(kind: FailureKind, case: str) -> None:
     made = ALL[kind][case]
     error = made() if callable(made) else made
     assert isinstance(error, BaseException)
     assert kind_of(error) is kind, repr(error)
 
 
-def test_no_row_of_the_table_is_idle() -> None:
+def test_foreign_table_has_no_idle_row() -> None:
     """Each is the first that fits some error above."""
     firsts = set()
     for made in [made for cases in ALL.values() for made in cases.values()]:
@@ -269,26 +269,26 @@ def test_no_row_of_the_table_is_idle() -> None:
     assert firsts == set(range(len(FOREIGN)))
 
 
-def test_only_the_users_and_memory_end_a_job_before_its_first_step() -> None:
+def test_ends_job_before_first_step_for_user_and_memory_only() -> None:
     ends = {kind: ends_job(record(kind)) for kind in FailureKind}
     assert [kind for kind in ends if ends[kind]] == [FailureKind.USER, FailureKind.MEMORY]
     note_steps(3)
     assert not any(ends_job(record(kind)) for kind in FailureKind)
 
 
-def test_errors_of_ours_are_no_echoes_whatever_they_say() -> None:
+def test_echo_of_own_errors_is_false() -> None:
     assert not may_be_an_echo(SentinelError("the connection to the peer timed out"))
     assert may_be_an_echo(followed(SentinelError("no word"), dist.DistStoreError("wait timeout")))
 
 
-def test_the_watchs_record_says_so() -> None:
+def test_make_record_sets_kind_of_failure() -> None:
     watch = FailureWatch(None, node=0, rank=0, host="a")
     assert watch.make_record(ValueError("a value"), phase="generate").kind is FailureKind.USER
     assert watch.make_record("out of memory, timed out, a typo").kind is FailureKind.MACHINE, "what nobody has named"
     assert watch.make_record("why", kind=FailureKind.ENGINE).kind is FailureKind.ENGINE
 
 
-def test_an_answer_without_a_status_is_none() -> None:
+def test_is_users_with_response_without_status_is_true() -> None:
     error = ValueError("a judge's answer")
     error.response = SimpleNamespace()  # type: ignore[attr-defined]
     assert is_users(error)
@@ -317,7 +317,9 @@ def held(own: float, others: float, free: float) -> DeviceMemory:
         (None, FailureKind.MACHINE),  # as torch says
     ],
 )
-def test_whose_memory_it_is(memory: DeviceMemory | None, kind: FailureKind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kind_of_cuda_oom_depends_on_memory_of_others(
+    memory: DeviceMemory | None, kind: FailureKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
 
     def read(device: int) -> DeviceMemory | None:
@@ -334,7 +336,7 @@ def test_whose_memory_it_is(memory: DeviceMemory | None, kind: FailureKind, monk
     assert ("[GRPO-631]" in found.cause) == (kind is FailureKind.MEMORY)
 
 
-def test_vllms_share_of_a_device_that_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kind_of_vllm_oom_depends_on_memory_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks for 72 of 80 GiB, and 10 are free."""
     monkeypatch.setattr(device_memory, "read_memory", lambda device: held(0, 70, 10))
     assert kind_of(vllm_finds_too_little_free()) is FailureKind.MACHINE

@@ -23,7 +23,7 @@ class Link:
         self.said.append(None)
 
 
-def test_the_sentinel_hears_of_the_call_that_has_to_end_first() -> None:
+def test_call_limits_report_earliest_deadline_to_sentinel() -> None:
     link: Any = Link()
     limits = CallLimits(link, lambda cause, phase: None)
     first = limits.around("reward", LONG_S, "first")
@@ -36,7 +36,7 @@ def test_the_sentinel_hears_of_the_call_that_has_to_end_first() -> None:
     assert link.said == [(LONG_S, "first"), (LONG_S / 2, "second"), (LONG_S, "first"), None]
 
 
-def test_a_deadline_is_kept_from_where_its_call_began() -> None:
+def test_call_limits_keep_deadline_from_start_of_call() -> None:
     link: Any = Link()
     limits = CallLimits(link, lambda cause, phase: None)
     late = limits.around("reward", 0.0, "is late already when the one before it ends")
@@ -46,7 +46,7 @@ def test_a_deadline_is_kept_from_where_its_call_began() -> None:
     late.__exit__(None, None, None)
 
 
-def test_one_process_alone_fails_by_itself_in_the_phase_of_the_call() -> None:
+def test_call_limits_of_lone_process_fail_in_phase_of_call() -> None:
     failed, known = [], threading.Event()
 
     def fail(cause: str, phase: str) -> None:
@@ -59,7 +59,7 @@ def test_one_process_alone_fails_by_itself_in_the_phase_of_the_call() -> None:
     assert failed == [("short; it was here, the innermost call first:", "reward")]
 
 
-def test_the_thread_of_the_call_is_shown_first() -> None:
+def test_call_limits_show_thread_of_overdue_call_first() -> None:
     causes: queue.SimpleQueue[str] = queue.SimpleQueue()
     limits = CallLimits(None, lambda cause, phase: causes.put(cause))
     shown = threading.Event()

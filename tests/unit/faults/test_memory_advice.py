@@ -58,7 +58,7 @@ TRL, DEEPSPEED, VLLM = "/lib/trl/grpo_trainer.py", "/lib/deepspeed/engine.py", "
         ([], "training", "per_device_train_batch_size"),
     ],
 )
-def test_the_phase_and_what_lowers_it(frames: list[str], name: str, setting: str) -> None:
+def test_oom_text_names_phase_and_setting(frames: list[str], name: str, setting: str) -> None:
     error = raised_in(*frames)
     assert phase_of(error)[0] == name
     reported = text_of(error).splitlines()
@@ -70,7 +70,7 @@ def test_the_phase_and_what_lowers_it(frames: list[str], name: str, setting: str
     assert kind_of(error) is FailureKind.MEMORY
 
 
-def test_what_others_hold_is_no_advice() -> None:
+def test_explain_oom_with_memory_of_others_gives_no_advice() -> None:
     found = explain(torch.OutOfMemoryError(FULL.format("39.00", "0.50")))
     assert found.is_others
     assert found.lines == [
@@ -78,7 +78,7 @@ def test_what_others_hold_is_no_advice() -> None:
     ]
 
 
-def test_a_driver_that_names_no_process_leaves_torchs_words() -> None:
+def test_oom_text_without_process_memory_keeps_torch_message() -> None:
     """In a container: torch writes the largest number that there is."""
     error = torch.OutOfMemoryError(FULL.format("17179869184.00", "3.00"))
     assert text_of(error).startswith(
@@ -86,6 +86,6 @@ def test_a_driver_that_names_no_process_leaves_torchs_words() -> None:
     )
 
 
-def test_the_page_has_a_row_for_each_phase() -> None:
+def test_out_of_memory_page_lists_every_phase() -> None:
     page = (ROOT / "docs" / "out_of_memory.md").read_text()
     assert all(f"\n| {name} | " in page for name, _, _ in PHASES)

@@ -18,7 +18,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_counted_is_found(case: str, tmp_path: Path) -> None:
+def test_oom_kills_reads_counter_of_cgroup_or_vmstat(case: str, tmp_path: Path) -> None:
     groups, name, text = CASES[case]
     (tmp_path / "proc/7").mkdir(parents=True)
     (tmp_path / "proc/7/cgroup").write_text(groups)
@@ -37,7 +37,7 @@ def test_what_is_counted_is_found(case: str, tmp_path: Path) -> None:
     assert kills.lately() == 0  # but whatever dies now is another matter
 
 
-def test_nobody_counts(tmp_path: Path) -> None:
+def test_oom_kills_without_counter_is_zero(tmp_path: Path) -> None:
     kills = OomKills(7, root=tmp_path)
     kills.look()
     assert kills.lately() == 0

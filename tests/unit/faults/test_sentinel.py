@@ -53,7 +53,7 @@ SMILE, HALF = "\U0001f600", "\udc80"  # 12 bytes in JSON; half of a pair, as of 
 
 
 @pytest.mark.parametrize("character", ["x", "\x1b", SMILE, HALF])
-def test_any_record_goes_in_one_packet(character: str, link: SentinelLink) -> None:
+def test_failure_record_fits_one_packet(character: str, link: SentinelLink) -> None:
     record = record_of(f"first{character * 100_000}last")
     assert record.cause.startswith("first")
     assert record.cause.endswith("last")
@@ -64,13 +64,13 @@ def test_any_record_goes_in_one_packet(character: str, link: SentinelLink) -> No
     assert heard(link, link.hear) == record
 
 
-def test_a_record_that_is_short_enough_stays_as_it_is() -> None:
+def test_failure_record_with_short_cause_is_unchanged() -> None:
     text = "ä" * 10_000 + SMILE
     assert record_of(text).cause == text
 
 
 @pytest.mark.parametrize("packet", [b"{", b"\xff", b"[1]", b'"text"'])
-def test_a_packet_that_is_no_message_ends_no_sentinel(packet: bytes, link: SentinelLink) -> None:
+def test_sentinel_after_malformed_packet_keeps_answering(packet: bytes, link: SentinelLink) -> None:
     link._packets._socket.send(packet)
     link.say_phase("train", 3)
     answered = link.ask()
@@ -81,7 +81,7 @@ def test_a_packet_that_is_no_message_ends_no_sentinel(packet: bytes, link: Senti
 # -- its log ----------------------------------------------------------------------------------------------------------
 
 
-def test_it_logs_what_it_is_given(link: SentinelLink, tmp_path: Path) -> None:
+def test_sentinel_logs_reports_to_file(link: SentinelLink, tmp_path: Path) -> None:
     path = tmp_path / "logs" / "sentinel-node0.attempt-0.log"
     link.say("log", path=str(path))
     record = record_of("a wall")
@@ -95,7 +95,7 @@ def test_it_logs_what_it_is_given(link: SentinelLink, tmp_path: Path) -> None:
     assert "rank 0 reports a failure in phase 'train'" in lines[1]
 
 
-def test_a_log_that_hangs_does_not_hold_it(link: SentinelLink, tmp_path: Path) -> None:
+def test_sentinel_with_hanging_log_keeps_answering(link: SentinelLink, tmp_path: Path) -> None:
     """It answers, and ends in time; see the fixture."""
     os.mkfifo(path := tmp_path / "sentinel-node0.attempt-0.log")
     link.say("log", path=str(path))
@@ -108,7 +108,7 @@ def test_a_log_that_hangs_does_not_hold_it(link: SentinelLink, tmp_path: Path) -
 # -- the start --------------------------------------------------------------------------------------------------------
 
 
-def test_only_who_cannot_be_reached_is_asked_to_open_ports() -> None:
+def test_start_sentinel_suggests_open_ports_only_when_unreachable() -> None:
     """Whatever else keeps a sentinel from its start has nothing to do with them."""
     away = {"secret": "ab" * 32, "addresses": ["127.0.0.1"], "port": free_port()}
     with pytest.raises(RuntimeError, match=r"refused.*: the nodes' processes must reach each other at any port"):
@@ -117,7 +117,7 @@ def test_only_who_cannot_be_reached_is_asked_to_open_ports() -> None:
         start_sentinel({**ALONE, "pids": {}})
 
 
-def test_it_starts_from_a_process_with_many_open_files() -> None:
+def test_start_sentinel_with_1024_open_files_starts() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
@@ -143,7 +143,7 @@ def light_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("light_start")
-def test_the_secret_leaves_the_store_when_all_sentinels_have_come() -> None:
+def test_link_to_sentinel_deletes_secret_after_last_node() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stranger = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     for node in range(3):
@@ -155,7 +155,7 @@ def test_the_secret_leaves_the_store_when_all_sentinels_have_come() -> None:
 
 
 @pytest.mark.usefixtures("light_start")
-def test_who_waits_for_a_sentinel_waits_for_its_start_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_to_sentinel_waits_for_sentinel_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of a node, the other nodes, and the hub."""
     waited: dict[str, timedelta] = {}
     started: list[dict[str, Any]] = []

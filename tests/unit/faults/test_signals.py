@@ -23,7 +23,7 @@ def signals() -> Iterator[StopSignals]:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def test_sigusr1_asks_at_any_time(signals: StopSignals) -> None:
+def test_sigusr1_requests_stop_and_requeue(signals: StopSignals) -> None:
     assert signals.request is None
     os.kill(os.getpid(), signal.SIGUSR1)
     assert signals.request is not None
@@ -31,7 +31,7 @@ def test_sigusr1_asks_at_any_time(signals: StopSignals) -> None:
     assert signals.request.requeue
 
 
-def test_sigusr1_asks_under_a_launcher_that_ignores_it() -> None:
+def test_sigusr1_ignored_by_launcher_requests_stop() -> None:
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signals = StopSignals()
     signals.take()
@@ -42,7 +42,7 @@ def test_sigusr1_asks_under_a_launcher_that_ignores_it() -> None:
     signal.signal(signal.SIGUSR1, before)
 
 
-def test_sigterm_asks_while_training(signals: StopSignals) -> None:
+def test_sigterm_while_training_requests_stop(signals: StopSignals) -> None:
     signals.open()
     os.kill(os.getpid(), signal.SIGTERM)
     assert signals.request is not None
@@ -50,14 +50,14 @@ def test_sigterm_asks_while_training(signals: StopSignals) -> None:
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_sigterm_ends_the_process_otherwise(where: str) -> None:
+def test_sigterm_outside_training_ends_process(where: str) -> None:
     code = "import os, signal; from grpo.faults.signals import StopSignals\ns = StopSignals(); s.take()\n"
     code += "s.open(); s.close()\n" if where == "after" else ""
     code += "os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(5)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGTERM
 
 
-def test_a_scripts_own_handler_stays(signals: StopSignals) -> None:
+def test_stop_signals_keep_handler_of_script(signals: StopSignals) -> None:
     assert signals.holds(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: None)
     assert not signals.holds(signal.SIGTERM)
@@ -68,7 +68,7 @@ def test_a_scripts_own_handler_stays(signals: StopSignals) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_the_newest_trainer_hears_them(signals: StopSignals) -> None:
+def test_stop_signals_of_newest_trainer_take_request(signals: StopSignals) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
@@ -83,7 +83,7 @@ def test_the_newest_trainer_hears_them(signals: StopSignals) -> None:
         later.release()
 
 
-def test_forked_workers_neither_stop_nor_ask(signals: StopSignals) -> None:
+def test_stop_signals_in_forked_worker_request_nothing(signals: StopSignals) -> None:
     pid = os.fork()
     if pid == 0:
         os.kill(os.getpid(), signal.SIGUSR1)  # ignored
@@ -94,7 +94,7 @@ def test_forked_workers_neither_stop_nor_ask(signals: StopSignals) -> None:
     assert signals.request is None
 
 
-def test_another_threads_handlers_and_another_librarys_wake_up_stay(signals: StopSignals) -> None:
+def test_stop_signals_in_other_thread_or_with_foreign_wakeup_take_none(signals: StopSignals) -> None:
     later = StopSignals()
     with ThreadPoolExecutor() as threads:
         threads.submit(later.take).result()

@@ -53,7 +53,7 @@ def _trial(before: set[psutil.Process]) -> psutil.Process:
     return found
 
 
-def test_a_folder_that_hangs_is_named(hangs: Path, storage: Storage, reported: list[str]) -> None:
+def test_storage_with_hanging_folder_warns_then_fails(hangs: Path, storage: Storage, reported: list[str]) -> None:
     storage.look(0.0)
     storage.folder = hangs / "logs"
     for now_s in (5.0, LOOK_S, LOOK_S + WARN_S):
@@ -68,7 +68,7 @@ def test_a_folder_that_hangs_is_named(hangs: Path, storage: Storage, reported: l
     assert "GRPO-622" in reported[1]
 
 
-def test_a_folder_that_answers_again_is_tried_again(hangs: Path, storage: Storage, reported: list[str]) -> None:
+def test_storage_after_folder_recovers_tries_again(hangs: Path, storage: Storage, reported: list[str]) -> None:
     before = {*psutil.Process().children()}
     storage.folder = hangs
     storage.look(LOOK_S)
@@ -82,7 +82,7 @@ def test_a_folder_that_answers_again_is_tried_again(hangs: Path, storage: Storag
 
 
 @pytest.mark.parametrize("name", ["there", "missing"])
-def test_a_folder_that_answers_is_left_as_it_is(
+def test_storage_with_answering_folder_reports_nothing(
     name: str, tmp_path: Path, storage: Storage, reported: list[str]
 ) -> None:
     (tmp_path / "there").mkdir()

@@ -67,7 +67,7 @@ class Turns:
 PROGRAM = "turn(name)\nprint('begin', name)\nturn(name)\nprint('end', name)\nturn(name)"
 
 
-def test_calls_side_by_side_collect_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_streams_of_parallel_calls_stay_separate(capsys: pytest.CaptureFixture[str]) -> None:
     turn = Turns("a", "b", "main", "a", "b", "a", "main", "b")
     a, b = (in_thread(lambda name=name: run_program(PROGRAM, turn=turn, name=name)) for name in "ab")
     for number in range(2):
@@ -77,7 +77,7 @@ def test_calls_side_by_side_collect_their_own(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "a line of the log 0\na line of the log 1\n"
 
 
-def test_the_main_thread_redirects_as_ever() -> None:
+def test_own_streams_keep_redirect_of_main_thread() -> None:
     turn = Turns("tool", "main", "main", "tool", "tool", "main")
     program = "print(1)\nturn('tool')\nturn('tool')\nprint(2)\nturn('tool')"
     collected = in_thread(lambda: run_program(program, turn=turn))
@@ -94,7 +94,7 @@ def test_the_main_thread_redirects_as_ever() -> None:
     assert mine.getvalue() == "mine\nanother thread\n"
 
 
-def test_a_call_that_ends_while_the_main_thread_redirects_has_left_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_own_streams_ending_during_main_redirect_leave_nothing(caplog: pytest.LogCaptureFixture) -> None:
     turn = Turns("tool", "main", "main", "tool")
     collected = in_thread(lambda: run_program("print(1)\nturn('tool')\nturn('tool')", turn=turn))
     turn("main")
@@ -104,7 +104,7 @@ def test_a_call_that_ends_while_the_main_thread_redirects_has_left_nothing(caplo
     assert (mine.getvalue(), caplog.messages) == ("", [])
 
 
-def test_redirects_are_nested() -> None:
+def test_own_streams_nest_redirects() -> None:
     def call() -> list[str]:
         outer, inner = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(outer), contextlib.redirect_stderr(outer):
@@ -119,7 +119,7 @@ def test_redirects_are_nested() -> None:
     assert in_thread(call).result(PATIENCE_S) == ["error\nouter\n", "inner\n"]
 
 
-def test_an_assignment_is_the_calls_too() -> None:
+def test_own_streams_collect_assigned_stdout() -> None:
     def call() -> str:
         before, sys.stdout = sys.stdout, io.StringIO()
         print("mine")
@@ -129,7 +129,7 @@ def test_an_assignment_is_the_calls_too() -> None:
     assert in_thread(call).result(PATIENCE_S) == "mine\n"
 
 
-def test_mock_finds_and_brings_back_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_streams_with_mock_patch_restore_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     """It looks into the namespace of `sys`. In a call, and meanwhile in the main thread."""
     turn = Turns("tool", "main", "tool")
 
@@ -155,7 +155,7 @@ def test_mock_finds_and_brings_back_what_is_there(capsys: pytest.CaptureFixture[
     ]
 
 
-def test_input_is_read_from_what_the_call_has_put_there() -> None:
+def test_own_streams_read_input_from_patched_stdin() -> None:
     def call() -> list[str]:
         with mock.patch("sys.stdin", io.StringIO("1\n2\n")):
             return [input(), sys.stdin.readline()]
@@ -163,13 +163,13 @@ def test_input_is_read_from_what_the_call_has_put_there() -> None:
     assert in_thread(call).result(PATIENCE_S) == ["1", "2\n"]
 
 
-def test_sys_is_pickled_as_the_module_that_it_is() -> None:
+def test_own_streams_pickle_sys_as_module() -> None:
     """By what sends functions to other processes, with the modules that they use."""
     assert in_thread(lambda: pickle.loads(pickle.dumps(sys))).result(PATIENCE_S) is sys
 
 
 @pytest.mark.parametrize("where", ["worker", "main"])
-def test_a_stream_that_is_left_is_put_back_and_said_once(where: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_own_streams_with_stream_left_restore_it_and_warn_once(where: str, caplog: pytest.LogCaptureFixture) -> None:
     before = sys.stdout
 
     def leaves() -> None:
@@ -192,7 +192,7 @@ def test_a_stream_that_is_left_is_put_back_and_said_once(where: str, caplog: pyt
     ]
 
 
-def test_one_that_restores_the_process_own_is_not_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_own_streams_with_stdout_restored_warn_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def call() -> None:
         before, sys.stdout = sys.stdout, io.StringIO()
         sys.stdout = before
@@ -201,7 +201,7 @@ def test_one_that_restores_the_process_own_is_not_warned_about(caplog: pytest.Lo
     assert not caplog.records
 
 
-def test_threads_of_a_call_print_where_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_streams_include_threads_of_call(capsys: pytest.CaptureFixture[str]) -> None:
     """As a judge that bounds a program's time by joining a thread does; one that goes on is the process's again."""
     goes_on, ended = threading.Event(), threading.Event()
 
@@ -226,7 +226,7 @@ def test_threads_of_a_call_print_where_it_does(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == "too late\n"
 
 
-def test_tasks_of_an_event_loop_share_theirs_and_no_one_elses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_streams_of_event_loop_task_stay_separate(capsys: pytest.CaptureFixture[str]) -> None:
     turn = Turns("task", "main", "task")
 
     async def task() -> str:
@@ -243,7 +243,7 @@ def test_tasks_of_an_event_loop_share_theirs_and_no_one_elses(capsys: pytest.Cap
     assert capsys.readouterr().out == "main\n"
 
 
-def test_code_that_has_read_sys_often_sees_its_own() -> None:
+def test_own_streams_after_specialised_reads_return_stream_of_call() -> None:
     """The interpreter specialises what runs often to modules as they usually are."""
 
     def stream() -> object:
@@ -321,7 +321,7 @@ print(statuses)
 """
 
 
-def test_a_forked_child_has_the_streams_of_the_thread_that_forked_it() -> None:
+def test_own_streams_in_forked_child_match_forking_thread() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", FORKS], cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ}
     )

@@ -31,7 +31,7 @@ def alone() -> FailureWatch:
     return FailureWatch(None, node=0, rank=0, host="a")
 
 
-def test_the_record_reads_well_and_has_a_bounded_length() -> None:
+def test_failure_record_bounds_cause_and_round_trips() -> None:
     long = FailureRecord(node=1, rank=5, host="b", phase="sync", cause=f"first{'x' * 100_000}last")
     assert len(long.cause) < 20_000
     assert long.cause.startswith("first")
@@ -40,14 +40,14 @@ def test_the_record_reads_well_and_has_a_bounded_length() -> None:
     assert str(JobFailed(RECORD)).startswith("the job failed on node 1 (b), rank 5, phase 'sync': EngineError: gone")
 
 
-def test_alone_errors_raise_as_they_are() -> None:
+def test_guard_of_lone_process_raises_error_unchanged() -> None:
     watch = alone()
     with pytest.raises(ZeroDivisionError), watch.guard():
         raise ZeroDivisionError
     watch.check()
 
 
-def test_phases_nest_and_stay_at_the_failure() -> None:
+def test_during_nests_phases_and_keeps_phase_of_failure() -> None:
     watch = alone()
     with watch.during("train"):
         with watch.during("sync"):
@@ -58,7 +58,7 @@ def test_phases_nest_and_stay_at_the_failure() -> None:
     assert watch.make_record("x").phase == "generate"
 
 
-def test_the_first_record_stays() -> None:
+def test_report_keeps_first_record() -> None:
     watch = alone()
     watch.report(RECORD)
     watch.report(watch.make_record("later"))
@@ -92,7 +92,7 @@ def wait_for_record(watch: FailureWatch) -> None:
         time.sleep(0.05)
 
 
-def test_a_failure_reaches_the_other_rank_and_keeps_its_first_cause(pair: list[FailureWatch]) -> None:
+def test_guard_on_error_reaches_other_rank_with_first_cause(pair: list[FailureWatch]) -> None:
     with pytest.raises(ZeroDivisionError), pair[1].guard(), pair[1].during("train"):
         raise ZeroDivisionError("reward")
     wait_for_record(pair[0])
@@ -104,28 +104,28 @@ def test_a_failure_reaches_the_other_rank_and_keeps_its_first_cause(pair: list[F
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_a_rank_that_leaves_amid_the_job_fails_it(pair: list[FailureWatch]) -> None:
+def test_guard_on_system_exit_during_job_fails_job(pair: list[FailureWatch]) -> None:
     what = "rank 0, phase 'train': SystemExit: 0"
     with pytest.raises(JobFailed, match=what), pair[0].guard(), pair[0].during("train"):
         raise SystemExit(0)
     assert pair[0].record is not None
 
 
-def test_a_rank_that_leaves_a_job_that_was_stopped_is_done(pair: list[FailureWatch]) -> None:
+def test_guard_on_system_exit_after_leave_records_nothing(pair: list[FailureWatch]) -> None:
     pair[0].leave()
     with pytest.raises(SystemExit), pair[0].guard():
         raise SystemExit(0)
     assert pair[0].record is None
 
 
-def test_a_lone_process_may_leave() -> None:
+def test_guard_of_lone_process_on_system_exit_records_nothing() -> None:
     watch = alone()
     with pytest.raises(SystemExit), watch.guard():
         raise SystemExit(0)
     assert watch.record is None
 
 
-def test_a_failure_that_only_this_rank_has_seen_reaches_the_others(pair: list[FailureWatch]) -> None:
+def test_guard_on_local_job_failure_reports_to_other_ranks(pair: list[FailureWatch]) -> None:
     with pytest.raises(JobFailed, match="no answer from rank 1"), pair[0].guard():
         raise JobFailed(pair[0].make_record("no answer from rank 1"))
     assert pair[0].record is not None
@@ -133,7 +133,7 @@ def test_a_failure_that_only_this_rank_has_seen_reaches_the_others(pair: list[Fa
     assert pair[1].record == pair[0].record
 
 
-def test_a_failure_that_has_a_record_gets_no_other() -> None:
+def test_make_record_of_job_failed_keeps_its_record() -> None:
     watch = alone()
     assert watch.make_record(JobFailed(RECORD)) == RECORD
     watch.fail(JobFailed(RECORD))
@@ -147,14 +147,14 @@ def test_a_failure_that_has_a_record_gets_no_other() -> None:
         "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1",
     ],
 )
-def test_an_echo_waits_for_the_record_of_its_cause(echo: str, pair: list[FailureWatch]) -> None:
+def test_guard_on_echo_waits_for_record_of_cause(echo: str, pair: list[FailureWatch]) -> None:
     timer = threading.Timer(1.0, pair[1].report, [RECORD])
     timer.start()
     with pytest.raises(JobFailed, match="rank 5, phase 'sync'"), pair[0].guard():
         raise RuntimeError(echo)
 
 
-def test_the_end_of_a_phase_waits_for_the_record_of_a_lost_peer(
+def test_exchange_on_closed_connection_waits_for_record_of_peer(
     pair: list[FailureWatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def closed(self: NodeGroups, value: object) -> list:
@@ -170,9 +170,7 @@ def test_the_end_of_a_phase_waits_for_the_record_of_a_lost_peer(
         groups.exchange(pair[0], None)
 
 
-def test_who_does_not_come_to_the_end_of_a_phase_is_named(
-    pair: list[FailureWatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exchange_on_timeout_names_missing_rank(pair: list[FailureWatch], monkeypatch: pytest.MonkeyPatch) -> None:
     def late(self: NodeGroups, value: object) -> list:
         raise RuntimeError("Timed out waiting 60000ms for recv operation to complete")
 
@@ -195,7 +193,7 @@ def busy(seconds: float) -> None:
         time.sleep(0.01)
 
 
-def test_a_main_thread_that_runs_python_is_interrupted(pair: list[FailureWatch]) -> None:
+def test_guard_on_report_interrupts_python_in_main_thread(pair: list[FailureWatch]) -> None:
     def fail_soon() -> None:
         time.sleep(0.3)
         pair[1].report(RECORD)
@@ -218,20 +216,20 @@ with watch.guard(), watch.during("weight sync group"):
 """
 
 
-def test_a_lone_process_that_is_stuck_is_ended_with_the_cause() -> None:
+def test_guard_of_stuck_lone_process_ends_it_with_cause() -> None:
     ended = subprocess.run([sys.executable, "-c", STUCK_ALONE], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "phase 'weight sync group': the engine refused" in ended.stderr
 
 
-def test_a_lone_main_thread_that_runs_python_is_interrupted() -> None:
+def test_guard_of_lone_process_on_report_interrupts_python() -> None:
     watch = alone()
     threading.Timer(0.3, watch.report, [RECORD]).start()
     with pytest.raises(JobFailed, match="rank 5, phase 'sync'"), watch.guard():
         busy(10)
 
 
-def test_after_an_interrupted_cell_of_a_notebook_the_next_one_is_guarded() -> None:
+def test_guard_after_keyboard_interrupt_guards_again() -> None:
     watch = alone()
     with pytest.raises(KeyboardInterrupt), watch.guard():
         raise KeyboardInterrupt
@@ -240,7 +238,9 @@ def test_after_an_interrupted_cell_of_a_notebook_the_next_one_is_guarded() -> No
         busy(10)
 
 
-def test_a_second_trainers_watch_is_the_only_one(pair: list[FailureWatch], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_for_second_trainer_replaces_first_watch(
+    pair: list[FailureWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (topology, *_) = job((8,), ranks=1)
     monkeypatch.setattr(sentinel_start, "_current", None)
     monkeypatch.setattr(sentinel_start, "link_to_sentinel", lambda *_, **__: None)
@@ -254,7 +254,7 @@ def test_a_second_trainers_watch_is_the_only_one(pair: list[FailureWatch], monke
     assert not pair[1]._thread.is_alive()
 
 
-def test_what_holds_the_main_thread_too_long_is_the_failure() -> None:
+def test_within_past_limit_fails_job() -> None:
     watch = alone()
     with watch.guard(), watch.within(30.0, lambda: "too early"):
         pass
@@ -264,6 +264,6 @@ def test_what_holds_the_main_thread_too_long_is_the_failure() -> None:
     watch.stop()  # it has no thread
 
 
-def test_torchs_own_errors_may_be_echoes() -> None:
+def test_echo_of_torch_network_error_is_true() -> None:
     assert may_be_an_echo(dist.DistNetworkError("reset"))
     assert not may_be_an_echo(RuntimeError("no such kernel"))

@@ -61,7 +61,7 @@ def what_follows(package: Path, folder: Path) -> dict[str, dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_same_follows_whatever_our_words_are(tmp_path: Path) -> None:
+def test_failure_handling_with_reworded_messages_is_unchanged(tmp_path: Path) -> None:
     package = tmp_path / "reworded"
     assert reworded_package(package) > 1000, "of all sentences"
     ours, reworded = what_follows(ROOT, tmp_path / "ours"), what_follows(package, tmp_path / "others")
@@ -78,5 +78,5 @@ def test_the_same_follows_whatever_our_words_are(tmp_path: Path) -> None:
         ("grpo.place.files of node-1", "grpo.place.files pg node-1"),
     ],
 )
-def test_names_ids_and_formats_stay(text: str, expected: str) -> None:
+def test_reword_keeps_names_ids_and_formats(text: str, expected: str) -> None:
     assert reword(text, 1) == expected

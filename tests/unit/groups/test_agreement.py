@@ -26,7 +26,7 @@ from grpo.place.topology import NodeTopology
 from tests.support.made_up_jobs import job, launch, plan, torchrun_env
 
 
-def test_nodes_may_reserve_different_numbers():
+def test_check_nodes_with_different_reserved_gpus_passes():
     topologies = job()
     assert [t.num_engines for t in topologies if t.is_local_main] == [2, 2, 1, 2]
     assert [t.reserved_devices for t in topologies if t.is_local_main][2] == ("6",)
@@ -34,11 +34,11 @@ def test_nodes_may_reserve_different_numbers():
     check_nodes([plan(read_launch({}), ())])
 
 
-def test_two_nodes_on_one_host():
+def test_check_nodes_with_two_nodes_on_one_host_passes():
     assert check_nodes([plan(launch(rank, 4, 2), (), host="same") for rank in range(4)]) is None
 
 
-def test_nodes_may_have_different_numbers_of_ranks() -> None:
+def test_check_nodes_with_uneven_ranks_passes() -> None:
     """Three, one and two: as torchrun numbers them, whatever each agent starts."""
     env = {"GROUP_WORLD_SIZE": 3, "WORLD_SIZE": 6}
     launches = [torchrun_env(rank, 6, 3, **env) for rank in range(3)]
@@ -68,7 +68,7 @@ def test_nodes_may_have_different_numbers_of_ranks() -> None:
         ((8, 4), (6, 3), (2, 1), False),  # an engine for three ranks on both
     ],
 )
-def test_engines_differ_where_a_rank_s_rows_are_more_for_them_on_one_node(
+def test_engines_differ_with_uneven_nodes_matches_table(
     gpus: tuple[int, ...], ranks: int | tuple[int, ...], engines: tuple[int, ...], differ: bool
 ) -> None:
     (first, *_) = knowing(job(gpus, ranks))
@@ -99,14 +99,14 @@ def change(topologies, ranks, **fields):
         ([3], {"world_size": 8}, "takes itself for rank 3 of 8"),
     ],
 )
-def test_nodes_that_make_no_job(ranks, fields, message):
+def test_check_nodes_with_inconsistent_topology_raises(ranks, fields, message):
     topologies = job((8, 8), ranks=2)
     check_nodes(topologies)
     with pytest.raises(ValueError, match=message):
         check_nodes([t for t in topologies for t in change([t], ranks, **(fields(t) if callable(fields) else fields))])
 
 
-def test_nodes_with_other_versions_or_variables_are_named():
+def test_check_nodes_with_other_versions_or_variables_names_nodes():
     settings = (("NCCL_P2P_DISABLE", "1"), ("torch", "2.13.0"))
     topologies = change(job((8, 8), ranks=2), range(4), settings=settings)
     check_nodes(topologies)
@@ -117,7 +117,7 @@ def test_nodes_with_other_versions_or_variables_are_named():
         check_nodes(change(topologies, range(2, 4), settings=(*settings, ("NCCL_NET", "IB"))))
 
 
-def test_a_lone_process_raises_what_does_not_fit() -> None:
+def test_agree_on_topology_of_lone_process_raises_plan_error() -> None:
     def plan() -> NodeTopology:
         raise ValueError("one GPU is missing")
 
@@ -125,7 +125,7 @@ def test_a_lone_process_raises_what_does_not_fit() -> None:
         agree_on_topology(plan, rank=0, world_size=1, timeout_s=1.0)
 
 
-def test_rank_0_names_who_did_not_come_and_what_does_not_fit_between_nodes() -> None:
+def test_judge_names_missing_ranks_and_mismatched_nodes() -> None:
     topologies = job((8, 8), ranks=1)
     store = dist.HashStore()
 
@@ -144,7 +144,7 @@ def test_rank_0_names_who_did_not_come_and_what_does_not_fit_between_nodes() -> 
     )
 
 
-def test_who_is_waited_for_is_said(capfd: pytest.CaptureFixture) -> None:
+def test_name_missing_prints_awaited_ranks(capfd: pytest.CaptureFixture) -> None:
     words = dist.HashStore()
     words.set("rank0", "")
     _name_missing(words, 3, 61.2)
@@ -155,7 +155,7 @@ def test_who_is_waited_for_is_said(capfd: pytest.CaptureFixture) -> None:
     assert capfd.readouterr().out == ""
 
 
-def test_a_rank_that_is_ended_frees_those_that_wait_for_others() -> None:
+def test_give_up_frees_waiting_ranks_with_first_record() -> None:
     record = FailureRecord(node=1, rank=1, host="h1", phase="start", cause="got SIGTERM")
     raw = dist.HashStore()
     store = _store_of(0, raw)
@@ -167,7 +167,7 @@ def test_a_rank_that_is_ended_frees_those_that_wait_for_others() -> None:
     assert _find_verdict(store, 1, 2, timedelta(seconds=1)).failure == record
 
 
-def test_a_stranger_s_word_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+def test_judge_of_foreign_pickle_raises_and_runs_nothing(tmp_path: Path) -> None:
     """Whoever reaches the job's store can write into it."""
     store = dist.HashStore()
     store.set("rank0", pickle.dumps(Path(tmp_path / "made").touch))

@@ -12,7 +12,7 @@ from tests.support.made_up_jobs import job
 RECORD = FailureRecord(node=0, rank=0, host="a", phase="sync", cause="EngineError: gone")
 
 
-def test_a_lone_process_answers_itself_and_fails_by_its_own_record() -> None:
+def test_exchange_of_lone_process_returns_own_value_or_raises_record() -> None:
     (topology, *_) = job((8,), ranks=1)
     groups = NodeGroups(topology, max_wait_s=1.0)
     watch = FailureWatch(None, node=0, rank=0, host="a", timeouts=Timeouts(signal_patience_s=0.0))

@@ -39,14 +39,14 @@ def make_report(**settings: object) -> Report:
     )
 
 
-def test_statistics_of_a_figure() -> None:
+def test_figure_computes_median_and_range() -> None:
     assert (SLOW.median, SLOW.low, SLOW.high) == (6.0, 4.0, 9.0)
     assert Figure(name="two", unit="s", values=(1.0, 2.0)).median == 1.5
     with pytest.raises(ValueError, match="'none' has no values"):
         Figure(name="none", unit="s", values=())
 
 
-def test_a_ratio_goes_pair_by_pair_and_not_median_by_median() -> None:
+def test_ratio_divides_pair_by_pair() -> None:
     paired = ratio("slow / fast", SLOW, FAST, goal=3.0)
     assert paired.values == (3.0, 1.0, 3.0)
     assert (paired.median, paired.low, paired.high) == (3.0, 1.0, 3.0)  # the medians alone would say 6 / 3 = 2
@@ -57,7 +57,7 @@ def test_a_ratio_goes_pair_by_pair_and_not_median_by_median() -> None:
         ratio("uneven", SLOW, Figure(name="two", unit="s", values=(1.0, 2.0)))
 
 
-def test_variants_take_turns() -> None:
+def test_interleave_alternates_variants() -> None:
     order: list[str] = []
 
     def variant(name: str, seconds: float):
@@ -76,11 +76,11 @@ def test_variants_take_turns() -> None:
     ("value", "text"),
     [(0.01234, "0.0123"), (1.5, "1.50"), (123.4, "123"), (999.6, "1,000"), (12345.6, "12,346"), (0.0, "0.00")],
 )
-def test_numbers_have_three_digits_and_no_exponent(value: float, text: str) -> None:
+def test_number_shows_three_or_more_digits_without_exponent(value: float, text: str) -> None:
     assert number(value) == text
 
 
-def test_the_json_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_write_saves_all_fields_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["/somewhere/bin/python", "-m", "bench.weight_sync", "--note", "two words"])
     path = tmp_path / "new folder" / "weight_sync.json"
     make_report().write(path)
@@ -116,7 +116,7 @@ def test_the_json_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert content["commit"].removesuffix("-dirty") == code_digest.commit().removesuffix("-dirty")
 
 
-def test_the_table_starts_with_the_ratios_and_says_which_goal_is_missed(capsys: pytest.CaptureFixture) -> None:
+def test_report_print_lists_ratios_first_and_marks_missed_goals(capsys: pytest.CaptureFixture) -> None:
     make_report().print()
     lines = capsys.readouterr().out.splitlines()
     assert "weight_sync: model tiny" in lines[0]
@@ -133,7 +133,7 @@ def test_the_table_starts_with_the_ratios_and_says_which_goal_is_missed(capsys: 
     assert lines[-1] == "- two ranks share two cores"
 
 
-def test_where_a_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finish_writes_result_by_device_unless_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert RESULTS_FOLDER.parent.name == "bench"
     monkeypatch.setattr("bench.report.RESULTS", tmp_path)
     parser = argument_parser("a benchmark")
@@ -151,7 +151,7 @@ def test_where_a_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert json.loads((tmp_path / "short.json").read_text())["settings"]["short"] is True
 
 
-def test_the_document_gets_its_tables_and_keeps_what_is_written_by_hand(tmp_path: Path) -> None:
+def test_replace_tables_keeps_handwritten_text(tmp_path: Path) -> None:
     make_report(device="cpu", nodes=[1, 2]).write(tmp_path / "weight_sync.json")
     written = tables.markdown(tmp_path)
     assert "## weight_sync (cpu)" in written
@@ -170,9 +170,7 @@ def test_the_document_gets_its_tables_and_keeps_what_is_written_by_hand(tmp_path
     assert tables.BEGIN in tables.DOCUMENT.read_text()
 
 
-def test_a_result_says_its_commit_and_whether_its_code_has_changed_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staleness_of_result_names_changed_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(path: str, text: str) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
@@ -195,7 +193,7 @@ def test_a_result_says_its_commit_and_whether_its_code_has_changed_since(
     )
 
 
-def test_the_page_marks_what_is_stale_and_what_nobody_recorded(tmp_path: Path) -> None:
+def test_markdown_marks_stale_and_unrecorded_results(tmp_path: Path) -> None:
     path = tmp_path / "weight_sync.json"
     make_report(device="cpu").write(path)
     content = json.loads(path.read_text())
@@ -209,13 +207,13 @@ def test_the_page_marks_what_is_stale_and_what_nobody_recorded(tmp_path: Path) -
     assert "\n\n**The commit of this result was not recorded" in tables.markdown(tmp_path)
 
 
-def test_what_a_benchmark_measures_is_there_and_its_own_script_is_in_it() -> None:
+def test_measured_parts_exist_and_include_own_script() -> None:
     for name, parts in measured.MEASURED.items():
         assert all(measured.files_of(part) for part in parts), name
         assert code_digest.ROOT / "bench" / f"{name}.py" in [path for part in parts for path in measured.files_of(part)]
 
 
-def test_the_commit_of_a_tree_that_differs_and_of_one_without_git(
+def test_commit_of_changed_tree_is_dirty_and_without_git_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(code_digest, "ROOT", tmp_path)
@@ -234,7 +232,7 @@ def test_the_commit_of_a_tree_that_differs_and_of_one_without_git(
     assert code_digest.commit("results") == f"{clean}-dirty"
 
 
-def test_every_benchmark_has_its_place_in_the_document_and_the_makefile_runs_what_is_there() -> None:
+def test_benchmarks_match_document_and_makefile() -> None:
     scripts = RESULTS_FOLDER.parent.glob("*.py")
     reporting = {path.stem for path in scripts if f'benchmark="{path.stem}"' in path.read_text()}
     assert reporting == set(measured.MEASURED)
@@ -245,7 +243,7 @@ def test_every_benchmark_has_its_place_in_the_document_and_the_makefile_runs_wha
     assert run_by_make[-1] == "scale"  # reads what the others have written
 
 
-def test_batches_under_way_are_held_against_one_ahead_and_the_larger_work() -> None:
+def test_ratios_of_overlap_ragged_match_hand_calculation() -> None:
     ahead = {"weight_sync/total_s": 0.1, "tokens": 64.0}
     found = {1: [ahead | {"step_s": 3.0}], 4: [ahead | {"step_s": 2.0, "tokens": 66.0}]}
     gain, bound, works = overlap_ragged.ratios_of(found, training=[1.6], sampling=[2.0])
@@ -268,7 +266,7 @@ NODE = Node(
 CLUSTER = Cluster(network_gbps=160.0, nvlink_gbps=1600.0, host_gbps=320.0, spread=0.1)
 
 
-def test_one_node_with_engines_of_its_own() -> None:
+def test_node_local_on_one_node_matches_hand_calculation() -> None:
     on_policy = node_local(NODE, CLUSTER, nodes=1, reserved=4, lookahead=0)
     assert on_policy.generate_s == 160 / 4
     assert on_policy.train_s == 80 / 4
@@ -286,7 +284,7 @@ def test_one_node_with_engines_of_its_own() -> None:
     assert node_local(slower, CLUSTER, nodes=1, reserved=4, lookahead=1).step_s == pytest.approx(40.02 / 0.8)
 
 
-def test_many_nodes_wait_for_the_slowest_and_gather_over_the_network() -> None:
+def test_node_local_on_four_nodes_waits_for_slowest() -> None:
     step = node_local(NODE, CLUSTER, nodes=4, reserved=4, lookahead=0)
     assert slowest_of(4, 0.1) == pytest.approx(1.166511)  # 1 + 0.1 sqrt(2 ln 4)
     assert slowest_of(1, 0.1) == 1.0
@@ -296,7 +294,7 @@ def test_many_nodes_wait_for_the_slowest_and_gather_over_the_network() -> None:
     assert step.engine_idle == pytest.approx(1 - 40 / step.step_s)  # most engines are done before the slowest
 
 
-def test_the_best_number_of_reserved_gpus() -> None:
+def test_best_reserved_matches_hand_calculation() -> None:
     # lookahead 1, the longer of 160 / R and 80 / (8 - R): R = 5 gives 32, R = 4 and R = 6 give 40
     assert best_reserved(NODE, CLUSTER, lookahead=1) == 5
     # lookahead 0, their sum: R = 4 gives 60, R = 5 gives 58.7, R = 6 gives 66.7
@@ -304,7 +302,7 @@ def test_the_best_number_of_reserved_gpus() -> None:
     assert best_reserved(replace(NODE, sample_s=0.1), CLUSTER, lookahead=1) == 1  # 8 and 80 / 7
 
 
-def test_a_central_server_samples_for_all() -> None:
+def test_central_server_matches_hand_calculation() -> None:
     step = central_server(NODE, CLUSTER, nodes=4, reserved=4)
     assert step.engine_gpus == 8
     assert step.generate_s == pytest.approx(4 * 160 / 8 + 320 * 100 * 8 * 8 / 160e9)  # and the completions' way
@@ -314,7 +312,7 @@ def test_a_central_server_samples_for_all() -> None:
     assert central_server(NODE, CLUSTER, nodes=1, reserved=4).engine_gpus == 4
 
 
-def test_a_central_pool_has_one_queue() -> None:
+def test_central_pool_matches_hand_calculation() -> None:
     step = central_pool(NODE, CLUSTER, nodes=2, reserved=4)
     assert step.engine_gpus == 8
     assert step.generate_s == pytest.approx(40, abs=1e-3)
@@ -323,7 +321,7 @@ def test_a_central_pool_has_one_queue() -> None:
     assert step.step_s == pytest.approx(40.1, abs=1e-3)
 
 
-def test_colocated_engines_sleep_while_the_ranks_train() -> None:
+def test_colocated_step_matches_hand_calculation() -> None:
     step = colocated(NODE, CLUSTER, nodes=1)
     assert slowest_of(8, 0.1) == pytest.approx(1.203933)
     assert step.generate_s == pytest.approx(20 * 1.203933)
@@ -332,7 +330,7 @@ def test_colocated_engines_sleep_while_the_ranks_train() -> None:
     assert step.training_idle == step.engine_idle == pytest.approx(1 - 30 / step.step_s)
 
 
-def test_all_layouts_at_all_sizes_are_drawn(tmp_path: Path) -> None:
+def test_simulate_covers_all_layouts_and_draws_chart(tmp_path: Path) -> None:
     steps = simulate(NODE, CLUSTER, node_counts=(1, 2, 64), reserved=None)
     assert len(steps) == 3 * 5
     assert {step.nodes for step in steps} == {1, 2, 64}
@@ -341,7 +339,7 @@ def test_all_layouts_at_all_sizes_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "new folder" / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_node_of_measured_devices(tmp_path: Path) -> None:
+def test_measured_node_reads_overlap_result(tmp_path: Path) -> None:
     overlap = {
         "settings": {"device": "cpu", "parameters": 5_000, "completions": 32, "completion_tokens": 64},
         "ratios": [

@@ -27,7 +27,7 @@ def kept_by_autograd() -> float:
     return (saved(2, 96) - saved(1, 96) - saved(2, 32) + saved(1, 32)) / 64
 
 
-def test_the_overlap_benchmark_fits_a_gpu(kept_by_autograd: float) -> None:
+def test_overlap_benchmark_on_cuda_fits_60_gib(kept_by_autograd: float) -> None:
     sizes = SHAPES["cuda"]
     config = model_config(
         build_tokenizer(), hidden_size=sizes["hidden_size"], num_hidden_layers=sizes["num_hidden_layers"]

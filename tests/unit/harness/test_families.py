@@ -4,7 +4,7 @@ from tests.families.families import FAMILIES, TRAINED
 from tests.families.page import PAGE, ROOT, TABLE
 
 
-def test_each_family_has_its_row_and_each_test_that_is_named_is_there() -> None:
+def test_models_page_matches_families() -> None:
     rows = PAGE.read_text().partition(TABLE)[2].partition("\n\n")[0].splitlines()
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == [family.models for family in FAMILIES]
     for family, row in zip(FAMILIES, rows, strict=True):

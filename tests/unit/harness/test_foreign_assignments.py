@@ -29,7 +29,7 @@ from tools.foreign_assignments import foreign_assignments, main
         "def late():\n    from torch import config\n    config.disable: bool = True",
     ],
 )
-def test_of_another_library(source: str) -> None:
+def test_foreign_assignments_to_library_are_found(source: str) -> None:
     assert [line for line, _ in foreign_assignments(source)] == [len(source.splitlines())]
 
 
@@ -45,11 +45,11 @@ def test_of_another_library(source: str) -> None:
         "from .near import thing\nthing.x = 1",
     ],
 )
-def test_of_ones_own(source: str) -> None:
+def test_foreign_assignments_to_own_names_are_none(source: str) -> None:
     assert [*foreign_assignments(source)] == []
 
 
-def test_the_command_names_the_place(
+def test_foreign_assignments_command_names_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own.py").write_text("import torch\n\ntorch.load = None\n")
@@ -58,6 +58,8 @@ def test_the_command_names_the_place(
     assert f"{tmp_path}/own.py:3: torch.load" in capsys.readouterr().out
 
 
-def test_the_package_has_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_package_has_no_foreign_assignments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["foreign_assignments"])
     assert main() == 0, capsys.readouterr().out

@@ -31,7 +31,7 @@ OUTCOMES = [
 ]  # fmt: skip
 
 
-def test_the_report_tells_what_ran_and_what_did_not() -> None:
+def test_render_lists_run_and_unrun_tests() -> None:
     report = render([("driver", "575.1")], OUTCOMES)
     for line in (
         "| driver | 575.1 |",
@@ -52,7 +52,7 @@ def test_the_report_tells_what_ran_and_what_did_not() -> None:
     assert summary([]) == "nothing was collected"
 
 
-def test_what_is_lacking_is_reported_with_how_many_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lacking_names_missing_gpus_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_BY, "1")
     assert lacking(4, (), found=1) == ["4 GPUs (3 more than this machine has)"]
     assert lacking(1, (), found=0) == ["1 GPU (this machine has none)"]
@@ -68,7 +68,7 @@ def run(arguments: list[str], **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, check=False, timeout=300)
 
 
-def test_without_a_gpu_nothing_passes_for_tested(tmp_path: Path) -> None:
+def test_gpu_run_without_gpu_fails_and_lists_needs(tmp_path: Path) -> None:
     report = tmp_path / "report.md"
     done = run([], GRPO_GPU_REPORT=str(report))
     assert done.returncode != 0, done.stdout
@@ -76,8 +76,9 @@ def test_without_a_gpu_nothing_passes_for_tested(tmp_path: Path) -> None:
     assert "nothing ran" in done.stdout
     for needed in ("1 GPU", "2 GPUs", "3 GPUs", "4 GPUs", "8 GPUs"):
         assert f"not run, needs {needed} (this machine has none)" in done.stdout
-    assert "| 3 | `test_three_gpus.py::test_the_first_step_comes_within_two_minutes[torchrun]` | needs 3 GPUs" in (
-        report.read_text()
+    assert (
+        "| 3 | `test_three_gpus.py::test_job_on_three_gpus_logs_first_step_within_120_s[torchrun]` | needs 3 GPUs"
+        in (report.read_text())
     )
     estimates = re.findall(
         r"(\d) GPUs? ([\dhmins ]+)[,.]", report.read_text().partition("by the GPUs that they need: ")[2]
@@ -88,7 +89,7 @@ def test_without_a_gpu_nothing_passes_for_tested(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_first_tier_needs_torch_and_pytest_alone(tmp_path: Path) -> None:
+def test_first_gpu_tier_needs_only_torch_and_pytest(tmp_path: Path) -> None:
     """Its tests on CPU, and all of `tests/gpu` read, where nothing else can be imported: as on a bare GPU machine."""
     absent = {"vllm", "transformers", "trl", "deepspeed", "accelerate", "datasets", "psutil", "numpy", "yaml", "rich"}
     (tmp_path / "sitecustomize.py").write_text(
@@ -105,10 +106,10 @@ sys.meta_path.insert(0, Absent())
     command = [sys.executable, "-m", "pytest", *OPTIONS, "-v", "-W", "ignore", "--confcutdir", str(folder), str(folder)]
     env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
     env |= {"PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command += ["-k", "cpu and (weight sync or gather)"]
+    command += ["-k", "cpu and (sync or gather)"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("test_rows_of_28_ranks_are_the_whole_parameter", "test_what_arrives_is_bit_equal"):
+    for name in ("test_put_rows_of_28_ranks_restores_parameters", "test_nccl_transport_delivers_equal_bits"):
         assert f"{name}[cpu" in done.stdout
     assert "SKIPPED" not in done.stdout
     env |= {"GRPO_GPU_REPORT": str(tmp_path / "report.md")}
@@ -124,7 +125,7 @@ def stubs(folder: Path, tests: str) -> str:
     return str(folder)
 
 
-def test_one_that_takes_the_process_along_leaves_the_others(tmp_path: Path) -> None:
+def test_gpu_run_after_crashed_test_runs_others(tmp_path: Path) -> None:
     tests = """
 import os, pytest
 pytestmark = [pytest.mark.gpus(1), pytest.mark.rehearsable]
@@ -145,7 +146,7 @@ def test_last(): pass
     assert any(line.startswith("- `") and Path(line[3:-1]).read_text().startswith("[rank0]") for line in lines), lines
 
 
-def test_a_run_that_is_ended_takes_its_tests_along(tmp_path: Path) -> None:
+def test_gpu_run_on_sigterm_ends_its_tests(tmp_path: Path) -> None:
     """By SIGTERM, as schedulers do. The report says which test ran."""
     pid = tmp_path / "pid"
     tests = f"""
@@ -172,7 +173,7 @@ def test_sleeps():
     assert "`test_x.py::test_sleeps` | began, and did not end |" in report.read_text()
 
 
-def test_what_failed_is_read_where_it_is_kept(tmp_path: Path) -> None:
+def test_keep_logs_returns_cause_of_failure(tmp_path: Path) -> None:
     """The first line of the record; of a lone rank's, and of a mistake before the first step, what the run keeps."""
     for name, text, state in (
         (
@@ -199,12 +200,12 @@ def test_what_failed_is_read_where_it_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("marks", "limit_s"), [((), 900), ((300,), 3000), ((60,), 900)])
-def test_a_limit_is_ten_times_what_a_test_takes(marks: tuple[int, ...], limit_s: float) -> None:
+def test_needs_limit_follows_usual_duration(marks: tuple[int, ...], limit_s: float) -> None:
     mark = pytest.mark.takes(*marks).mark if marks else None
     item = SimpleNamespace(iter_markers=lambda name: [pytest.mark.gpus(2).mark], get_closest_marker=lambda name: mark)
     assert needs(cast(pytest.Item, item)) == Needs(gpus=2, usual_s=marks[0] if marks else 10, limit_s=limit_s)
 
 
-def test_durations_are_said_in_the_largest_unit() -> None:
+def test_duration_uses_largest_unit() -> None:
     said = {40: "40 s", 89: "89 s", 90: "2 min", 3570: "1 h 0 min", 4800: "1 h 20 min"}
     assert {seconds: duration(seconds) for seconds in said} == said

@@ -32,7 +32,7 @@ def listed(path: Path) -> dict[str, Requirement]:
     return {canonicalize_name(r.name): r for r in found if r.marker is None or r.marker.evaluate(dict(here))}
 
 
-def test_indexes_and_folders_of_pip_become_those_of_uv() -> None:
+def test_for_uv_translates_indexes_and_folders_of_pip() -> None:
     assert options(
         "global.index-url='https://one/simple'",
         "global.extra-index-url='https://two/simple\\nhttps://three/simple'",
@@ -49,7 +49,7 @@ def test_indexes_and_folders_of_pip_become_those_of_uv() -> None:
 
 
 @pytest.mark.parametrize("yes", ["1", "true", "Yes", "on"])
-def test_an_offline_pip_makes_an_offline_uv(yes: str) -> None:
+def test_for_uv_with_offline_pip_is_offline(yes: str) -> None:
     assert options("global.find-links='/wheels'", f":env:.no-index='{yes}'") == [
         "--find-links",
         "/wheels",
@@ -58,14 +58,14 @@ def test_an_offline_pip_makes_an_offline_uv(yes: str) -> None:
     assert "--no-index" not in options("global.no-index='false'")
 
 
-def test_what_comes_later_in_pips_order_wins() -> None:
+def test_for_uv_follows_precedence_of_pip() -> None:
     lines = [":env:.find-links='/of/env'", "global.find-links='/of/all'", "install.find-links='/of/install'"]
     assert options(*lines) == ["--find-links", "/of/env"]
     assert options(*lines[1:]) == ["--find-links", "/of/install"]
     assert options("download.find-links='/elsewhere'") == []
 
 
-def test_what_the_user_has_set_for_uv_stays() -> None:
+def test_for_uv_keeps_uv_settings_of_user() -> None:
     lines = ["global.index-url='https://one/simple'", "global.extra-index-url='https://two/simple'"]
     assert options(*lines, UV_DEFAULT_INDEX="https://mine", UV_INDEX_STRATEGY="first-index") == [
         "--index",
@@ -75,7 +75,7 @@ def test_what_the_user_has_set_for_uv_stays() -> None:
     assert for_uv(config, {"SSL_CERT_FILE": "/mine.pem"}).variables == {"UV_HTTP_TIMEOUT": "60"}
 
 
-def test_pip_itself_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_pip_config_includes_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "pip.conf"
     config.write_text("[global]\nextra-index-url =\n    https://two/simple\n    https://three/simple\n")
     monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
@@ -92,7 +92,7 @@ def program(path: Path, body: str) -> Command:
     return Command(name="uv", words=[str(path)])
 
 
-def test_pytorchs_own_wheels_are_tried_where_pip_has_no_cpu_build(tmp_path: Path) -> None:
+def test_fill_for_cpu_falls_back_to_pytorch_index(tmp_path: Path) -> None:
     fill(program(tmp_path / "uv", 'case "$*" in *cpu.txt) exit 1; esac'), "cpu")
     first, second, project = (tmp_path / "uv.calls").read_text().splitlines()
     assert first == f"--no-deps --requirement {LISTS['cpu']}"
@@ -100,7 +100,7 @@ def test_pytorchs_own_wheels_are_tried_where_pip_has_no_cpu_build(tmp_path: Path
     assert project.endswith("--editable .")
 
 
-def test_a_list_that_cannot_be_installed_says_what_was_tried_and_what_to_do(tmp_path: Path) -> None:
+def test_fill_with_failing_list_raises_with_attempts_and_fix(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="PyTorch's CPU wheel index") as caught:
         fill(program(tmp_path / "uv", "echo no such wheel >&2; exit 1"), "cpu")
     assert str(caught.value).count("no such wheel") == 2
@@ -117,7 +117,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return venv
 
 
-def test_an_environment_is_made_anew_for_another_python_or_backend(environment: Path, tmp_path: Path) -> None:
+def test_make_environment_for_other_python_or_backend_starts_anew(environment: Path, tmp_path: Path) -> None:
     venv = shutil.copytree(environment, tmp_path / "venv", symlinks=True)
     config, held = venv / "pyvenv.cfg", venv / INSTALLED
     held.write_text("cpu\n")
@@ -131,7 +131,7 @@ def test_an_environment_is_made_anew_for_another_python_or_backend(environment: 
     assert not held.exists()
 
 
-def test_pip_installs_where_uv_cannot_be_had(
+def test_choose_installer_without_uv_returns_pip(
     environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -147,7 +147,7 @@ def test_pip_installs_where_uv_cannot_be_had(
     assert choose_installer(python, "pip").name == "pip"
 
 
-def test_the_list_for_cuda_is_made_without_folders_of_cpu_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_command_ignores_find_links_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
     monkeypatch.delenv("UV_FIND_LINKS", raising=False)
     assert "/wheels" in uv(sys.executable, "uv", "compile").words
@@ -157,7 +157,7 @@ def test_the_list_for_cuda_is_made_without_folders_of_cpu_builds(monkeypatch: py
 
 
 @pytest.mark.parametrize("backend", LISTS)
-def test_the_lists_hold_what_pyproject_pins(backend: str) -> None:
+def test_constraints_satisfy_pyproject_requirements(backend: str) -> None:
     always = ("report", "qlora", "tasks", "track", "dev", "docs")
     extras = {"cpu": ("cpu", *always), "cuda": ("gpu", *always)}[backend]
     pins = listed(LISTS[backend])
@@ -170,13 +170,13 @@ def test_the_lists_hold_what_pyproject_pins(backend: str) -> None:
             assert wanted.specifier.contains(pin.version), f"{wanted}: run `make constraints`"
 
 
-def test_no_package_that_breaks_a_cpu_torch_is_on_its_list() -> None:
+def test_cpu_constraints_leave_out_torchvision_and_torchaudio() -> None:
     assert not {"torchvision", "torchaudio", "torchcodec"} & listed(LISTS["cpu"]).keys()
     (pin,) = listed(LISTS["cpu"])["torch"].specifier
     assert pin.version.endswith("+cpu")
 
 
-def test_this_environment_lacks_nothing_that_its_packages_ask_for() -> None:
+def test_installed_environment_lacks_no_dependency() -> None:
     """A list that is not whole shows here: nothing is resolved when it is installed."""
     stamp = Path(sys.prefix) / INSTALLED
     if not stamp.exists() or stamp.read_text().strip() != "cpu":

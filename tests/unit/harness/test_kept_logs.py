@@ -32,7 +32,7 @@ def test_one(passes, job, tmp_path):
 """
 
 
-def test_what_failed_is_kept_and_named(tmp_path: Path) -> None:
+def test_kept_logs_of_failed_test_are_named(tmp_path: Path) -> None:
     test = tmp_path / "test_failing.py"
     test.write_text(FAILING.replace("KEPT_HERE", repr(str(tmp_path / "kept"))))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--rootdir", str(tmp_path), str(test)]
@@ -47,7 +47,7 @@ def test_what_failed_is_kept_and_named(tmp_path: Path) -> None:
     assert sorted(kept.values()) == ["what its engine said", "what the shared job said"], kept
 
 
-def test_size_is_bounded_and_the_end_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keep_bounds_size_and_keeps_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "model.safetensors").write_text("weights")

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.support.left_over import left_over, orphaned_shared_memory, processes_in
 
 
-def test_what_a_living_process_holds_is_no_orphan() -> None:
+def test_orphaned_shared_memory_leaves_out_held_segments() -> None:
     lock = multiprocessing.get_context("spawn").Lock()  # vLLM's engine process holds one while its workers start
     memory = shared_memory.SharedMemory(create=True, size=4096)
     try:
@@ -30,7 +30,7 @@ print(child.pid)
 """
 
 
-def test_what_a_job_leaves_is_found_though_its_parent_is_gone(tmp_path: Path) -> None:
+def test_left_over_after_parent_exit_names_process_and_folder(tmp_path: Path) -> None:
     mine, other = tmp_path / "mine", tmp_path / "other"
     mine.mkdir()
     other.mkdir()
@@ -51,7 +51,7 @@ def test_what_a_job_leaves_is_found_though_its_parent_is_gone(tmp_path: Path) ->
         os.kill(pid, 9)
 
 
-def test_what_cuda_nccl_and_triton_leave_is_not_the_jobs_fault(tmp_path: Path) -> None:
+def test_left_over_ignores_cuda_nccl_and_triton_files(tmp_path: Path) -> None:
     for name in ("nccl-a1b2c3", "cuda.shm.0.1f.1", "cuda-memcheck", "tmpx_triton_cache", "tmpabc", "grpo-launch-1"):
         (tmp_path / name).touch()
     memory = [shared_memory.SharedMemory(name=f"{name}-{os.getpid()}", create=True, size=64) for name in ("nccl", "x")]

@@ -13,7 +13,7 @@ from grpo.ops.train.arguments import parse_arguments
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_learning_starts_the_demo_with_flags_that_it_takes(
+def test_learning_benchmark_starts_demo_with_valid_flags(
     at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runs themselves are the demo, which has tests of its own."""
@@ -52,7 +52,7 @@ def test_learning_starts_the_demo_with_flags_that_it_takes(
     assert [ratio["name"].endswith(": void") for ratio in result["ratios"]] == [False] * 3 + [True] * 2
 
 
-def test_learning_tells_the_error_of_a_mean() -> None:
+def test_report_of_learning_notes_standard_error() -> None:
     runs = {way: [learning.Learned(0.5 + 0.1 * seed, way.lookahead) for seed in range(2)] for way in learning.WAYS}
     notes = learning.report_of(0.3, runs, {"steps": 200}).notes
     assert (

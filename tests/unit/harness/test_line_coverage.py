@@ -42,7 +42,7 @@ def row(fewest: int, most: int | None = None, reached_by: str = "`test_weight_sy
     return Row(fewest=fewest, most=fewest if most is None else most, reached_by=reached_by)
 
 
-def test_lines_belong_to_the_innermost_function() -> None:
+def test_by_function_assigns_lines_to_innermost_function() -> None:
     lines = [1, 3, 4, 6, 7, 10, 12]
     assert by_function("a.py", SOURCE, lines) == {
         ("a.py", "(module)"): [1, 10],
@@ -52,7 +52,7 @@ def test_lines_belong_to_the_innermost_function() -> None:
     }
 
 
-def test_the_table_is_read_and_written_alike() -> None:
+def test_read_table_of_written_table_returns_its_rows() -> None:
     rows = {("a.py", "outer"): row(2), ("b.py", "C.send"): row(0, 3, f"{NOT_GPU} a race")}
     written = table({("a.py", "outer"): [1, 2], ("b.py", "C.send"): [9]}, rows)
     assert read_table(f"# title\n\n{written}\n\nmore\n") == rows
@@ -66,7 +66,7 @@ def test_the_table_is_read_and_written_alike() -> None:
         ("| `a.py` | `f` | 2 | x |\n| `a.py` | `f` | 3 | x |", "a.py f stands in the table twice"),
     ],
 )
-def test_a_table_that_cannot_be_read_is_refused(rows: str, message: str) -> None:
+def test_read_table_with_bad_rows_raises(rows: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_table(f"{TITLE}\n|---|---|---|---|\n{rows}\n")
 
@@ -82,7 +82,7 @@ def test_a_table_that_cannot_be_read_is_refused(rows: str, message: str) -> None
         ([3, 4], row(2, reached_by="?"), r"no test in tests/gpu is called \?"),
     ],
 )
-def test_what_is_on_neither_list_is_reported(lines: list[int], listed: Row | None, message: str) -> None:
+def test_disagreements_with_table_are_reported(lines: list[int], listed: Row | None, message: str) -> None:
     key = ("a.py", "f")
     found = disagreements({key: lines} if lines else {}, {key: listed} if listed else {}, GPU_TESTS)
     assert len(found) == 1
@@ -90,16 +90,16 @@ def test_what_is_on_neither_list_is_reported(lines: list[int], listed: Row | Non
         raise ValueError(found[0])
 
 
-def test_what_agrees_is_not() -> None:
+def test_disagreements_of_matching_table_are_none() -> None:
     rows = {("a.py", "f"): row(2), ("a.py", "g"): row(0, 1), ("a.py", "h"): row(1, reached_by=f"{NOT_GPU} a race")}
     assert disagreements({("a.py", "f"): [1, 2], ("a.py", "h"): [7]}, rows, GPU_TESTS) == []
 
 
-def test_runs_of_lines_are_put_together() -> None:
+def test_shown_joins_consecutive_lines() -> None:
     assert shown([1, 2, 3, 7, 9, 10]) == "lines 1-3, 7, 9-10"
 
 
-def test_the_table_names_functions_and_tests_that_there_are() -> None:
+def test_coverage_table_names_existing_functions_and_tests() -> None:
     """What it counts is for `make coverage` alone."""
     for (file, function), listed in read_table(DOCUMENT.read_text()).items():
         names = {"(module)"} | {key[1] for key in by_function(file, (ROOT / file).read_text(), range(1, 2000))}
@@ -108,7 +108,7 @@ def test_the_table_names_functions_and_tests_that_there_are() -> None:
         assert disagreements(counted, {(file, function): listed}, gpu_tests()) == []
 
 
-def test_lines_of_processes_that_are_killed_or_forked_count(tmp_path: Path) -> None:
+def test_measure_counts_lines_of_killed_and_forked_processes(tmp_path: Path) -> None:
     """One that is started and kills itself, one that is forked and ends by `os._exit`, one that is killed in a loop."""
     started = "import os, grpo.place.same_everywhere; os.kill(os.getpid(), 9)"
     waiting = "import grpo.rollout.queue, time; print('here', flush=True); time.sleep(600)"

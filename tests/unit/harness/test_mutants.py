@@ -29,12 +29,12 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_line_and_each_test_is_there(capsys: pytest.CaptureFixture) -> None:
+def test_mutants_check_of_repository_passes(capsys: pytest.CaptureFixture) -> None:
     code = mutants.main(["--check"])
     assert code == 0, capsys.readouterr().out
 
 
-def test_every_package_has_a_mutant() -> None:
+def test_mutants_list_covers_every_package() -> None:
     root = mutants.ROOT / "grpo"
     packages = {
         path.parent.relative_to(root) for pattern in ("*", "ops/*") for path in root.glob(f"{pattern}/__init__.py")
@@ -45,19 +45,19 @@ def test_every_package_has_a_mutant() -> None:
     assert sum(each.expected == SURVIVES for each in known) <= 3
 
 
-def test_one_that_fits() -> None:
+def test_applied_to_matching_line_replaces_it() -> None:
     assert MUTANT.applied_to("    return -advantage  # why\n") == "    return advantage  # why\n"
 
 
 @pytest.mark.parametrize("source", ["", "return -advantage\nreturn -advantage\n"])
-def test_a_line_that_is_not_there_once_is_named(source: str) -> None:
+def test_applied_to_without_single_match_raises(source: str) -> None:
     with pytest.raises(
         ValueError, match=rf"^no-sign: {source.count('-')} times, and not once, in grpo/loss.py: return"
     ):
         MUTANT.applied_to(source)
 
 
-def test_what_does_not_fit_a_checkout_is_reported(root: Path) -> None:
+def test_problems_name_mismatch_with_checkout(root: Path) -> None:
     assert [*MUTANT.problems(root)] == []
     [no_python] = replace(MUTANT, becomes="return (").problems(root)
     assert no_python.startswith("no-sign: grpo/loss.py would be no Python: ")
@@ -72,19 +72,19 @@ def test_what_does_not_fit_a_checkout_is_reported(root: Path) -> None:
     assert not is_there(root, "tests/test_other.py")
 
 
-def test_an_id_that_stands_twice_is_refused() -> None:
+def test_read_with_duplicate_id_raises() -> None:
     text = '[[mutant]]\nid = "a"\nfile = "f"\nline = "x"\nbecomes = "y"\nbreaks = "."\ntests = []\n'
     assert read(text)["a"].expected == KILLED
     with pytest.raises(ValueError, match="2 mutants have 1 ids"):
         read(text + text)
 
 
-def test_what_pytests_exit_codes_say() -> None:
+def test_verdict_of_pytest_exit_codes_matches_table() -> None:
     assert [verdict(code) for code in (0, 1, None)] == [SURVIVES, KILLED, KILLED]
     assert {verdict(code) for code in (2, 3, 4, 5, -9)} == {BROKEN}
 
 
-def test_the_command_fails_for_what_was_found_out_before() -> None:
+def test_missed_names_unexpected_verdicts() -> None:
     known = [MUTANT, replace(MUTANT, id="known", expected=SURVIVES)]
     assert missed(known, {"no-sign": KILLED, "known": SURVIVES}) == []
     assert missed(known, {"no-sign": KILLED, "known": KILLED}) == []
@@ -94,7 +94,7 @@ def test_the_command_fails_for_what_was_found_out_before() -> None:
     ]
 
 
-def test_a_copy_has_links_and_changes_and_leaves_nothing(root: Path) -> None:
+def test_copy_of_checkout_keeps_links_and_changes_and_is_removed(root: Path) -> None:
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     (root / ".gitignore").write_text("*.log\n")
     (root / "big.log").touch()
@@ -110,7 +110,7 @@ def test_a_copy_has_links_and_changes_and_leaves_nothing(root: Path) -> None:
     assert not copy.parent.exists()
 
 
-def test_each_is_put_in_judged_and_taken_out_again(
+def test_judge_applies_and_reverts_each_mutant(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     asks = "from grpo.loss import loss\n\n\ndef test_sign():\n    assert loss(1) == -1\n"
@@ -137,7 +137,7 @@ def test_each_is_put_in_judged_and_taken_out_again(
     assert "-advantage" in (root / "grpo" / "loss.py").read_text()
 
 
-def test_tests_that_do_not_end_are_ended(root: Path) -> None:
+def test_run_tests_past_timeout_ends_them(root: Path) -> None:
     hangs = "import time\n\n\ndef test_hangs():\n    time.sleep(600)\n"
     (root / "tests" / "test_loss.py").write_text(hangs)
     copy = root / "grpo"

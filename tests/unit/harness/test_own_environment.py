@@ -30,7 +30,7 @@ KEPT = {
 }
 
 
-def test_what_would_change_how_tests_end_is_left_out() -> None:
+def test_environment_of_tests_drops_user_settings() -> None:
     environment = {**OF_A_CLUSTER, **KEPT, "HF_HOME": "/home/user/huggingface"}
     leave_out_the_users(environment)
     home = environment.pop("HF_HOME")
@@ -38,5 +38,5 @@ def test_what_would_change_how_tests_end_is_left_out() -> None:
     assert "user" not in home
 
 
-def test_and_was_before_libraries_read_it() -> None:
+def test_hf_home_of_tests_is_in_engines_caches() -> None:
     assert Path(constants.HF_HOME).is_relative_to(ENGINES_CACHES)

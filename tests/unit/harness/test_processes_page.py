@@ -25,7 +25,7 @@ def files_that_call(names: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("heading", STARTS)
-def test_every_file_has_its_row(heading: str) -> None:
+def test_processes_page_lists_every_file_with_calls(heading: str) -> None:
     page = (ROOT / "docs" / "processes.md").read_text()
     section = re.split(r"^## ", page.partition(f"## {heading}\n")[2], flags=re.MULTILINE)[0]
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| ")][1:]

@@ -15,35 +15,35 @@ The option `push that what` <!-- told --> and [a link](conversations.md#what-tha
 """
 
 
-def test_code_links_and_comments_are_not_prose() -> None:
+def test_count_ignores_code_links_and_comments() -> None:
     counts = count(CODE)
     assert counts.words == 6  # a link keeps its text
     assert counts.of == {"what": 0, "that": 0, "you": 0}
     assert list(private_words(CODE)) == []
 
 
-def test_a_word_counts_with_its_forms() -> None:
+def test_count_includes_word_forms() -> None:
     assert count("You see what your run, and that of yours, does yourself.").of == {"what": 1, "that": 1, "you": 4}
 
 
-def test_a_private_word_is_found_over_the_end_of_a_line() -> None:
+def test_private_words_across_lines_are_found() -> None:
     text = "One.\nBatches are sampled\nfar ahead.\nIt was told.\n"
     assert list(private_words(text)) == [(4, "told", "reported"), (2, "sampled far ahead", "asynchronous generation")]
 
 
 @pytest.mark.parametrize("fine", ["Push the model to the Hub.", "Pushes to the hub", "reserve GPUs", "bedroom"])
-def test_the_fields_own_words_are_fine(fine: str) -> None:
+def test_private_words_in_field_terms_are_none(fine: str) -> None:
     assert list(private_words(fine)) == []
 
 
 @pytest.mark.parametrize(
     "word", ["push", "pushes", "proved", "room", "talks", "Conversations", "laid it aside", "respawned"]
 )
-def test_forms_of_private_words_are_found(word: str) -> None:
+def test_private_words_include_word_forms(word: str) -> None:
     assert len(list(private_words(f"So is {word} here."))) == 1
 
 
-def test_rates_are_of_a_thousand_words() -> None:
+def test_broken_rates_are_per_thousand_words() -> None:
     assert list(broken_rates(count("you " + "word " * 99 + "you " + "word " * 99))) == []
     assert list(broken_rates(count("that what " + "word " * 98))) == [
         '"what" 10.0 times in 1,000 words, of at most 2',
@@ -52,7 +52,7 @@ def test_rates_are_of_a_thousand_words() -> None:
     ]
 
 
-def test_pages_for_developers_have_no_rates_and_no_private_words(
+def test_prose_check_of_developer_pages_finds_private_words_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "docs").mkdir()
@@ -88,7 +88,7 @@ class Record:
 '''
 
 
-def test_docstrings_are_those_of_modules_classes_functions_and_fields() -> None:
+def test_docstrings_include_modules_classes_functions_and_fields() -> None:
     assert sorted(docstrings(MODULE)) == [
         (1, "A module."),
         (3, "Seconds."),
@@ -101,16 +101,16 @@ def test_docstrings_are_those_of_modules_classes_functions_and_fields() -> None:
 
 
 @pytest.mark.parametrize("text", ["What it is.", "\n    Who waits.", "Whether so.", "Of the last.", "That which is."])
-def test_a_docstring_without_verb_or_noun_in_front_is_found(text: str) -> None:
+def test_bad_start_of_docstring_is_found(text: str) -> None:
     assert bad_start(text) == text.split()[0]
 
 
 @pytest.mark.parametrize("text", ["Return what is there.", "Whatever.", "`what`: a name.", "Host of it.", "", "3 ms"])
-def test_verbs_nouns_and_code_may_begin_a_docstring(text: str) -> None:
+def test_bad_start_of_verb_noun_or_code_is_none(text: str) -> None:
     assert bad_start(text) is None
 
 
-def test_docstrings_have_rates_over_all_files_together(
+def test_prose_check_of_docstrings_pools_rates_over_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "docs").mkdir()
@@ -133,7 +133,7 @@ def test_docstrings_have_rates_over_all_files_together(
     ]
 
 
-def test_a_private_word_of_a_docstring_is_found_unless_it_is_the_fields_own_there(
+def test_prose_check_of_docstrings_finds_private_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "docs").mkdir()
@@ -149,6 +149,6 @@ def test_a_private_word_of_a_docstring_is_found_unless_it_is_the_fields_own_ther
     ]
 
 
-def test_our_pages_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prose_check_of_repository_passes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["prose"])
     assert main() == 0, capsys.readouterr().out

@@ -55,33 +55,33 @@ def section_of(page: str, heading: str) -> str:
 
 
 @pytest.mark.parametrize(("question", "name", "heading", "answer"), QUESTIONS, ids=[each[0] for each in QUESTIONS])
-def test_a_question_is_answered_within_two_clicks(question: str, name: str, heading: str, answer: str) -> None:
+def test_docs_answer_question_within_two_clicks(question: str, name: str, heading: str, answer: str) -> None:
     """One from the index to the page, one in its table of contents to the heading."""
     assert f"]({name}" in (DOCS / "index.md").read_text()
     assert answer in section_of((DOCS / name).read_text(), heading)
 
 
-def test_a_section_ends_at_the_next_heading_of_its_level() -> None:
+def test_section_of_page_ends_at_next_heading_of_level() -> None:
     page = "# a\n\n## b\nx\n### c\ny\n## d\nz\n"
     assert section_of(page, "b") == "\nx\n### c\ny\n"
     assert section_of(page, "c") == "\ny\n"
 
 
-def test_there_are_twenty() -> None:
+def test_questions_are_at_least_twenty() -> None:
     assert len({question for question, *_ in QUESTIONS}) >= 20
 
 
-def test_the_index_leads_to_every_page() -> None:
+def test_docs_index_links_every_page() -> None:
     index = (DOCS / "index.md").read_text()
     assert [page.name for page in DOCS.glob("*.md") if page.name != "index.md" and f"]({page.name}" not in index] == []
 
 
-def test_the_fields_words_can_be_found() -> None:
+def test_docs_contain_search_terms() -> None:
     text = " ".join(" ".join(page.read_text() for page in DOCS.glob("*.md")).lower().split())
     assert [word for word in WORDS if word not in text] == []
 
 
-def test_figures_of_the_pages_are_in_the_repository() -> None:
+def test_docs_figures_are_in_repository() -> None:
     for page in DOCS.glob("*.md"):
         for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text()):
             assert (DOCS / picture).exists(), f"{page.name}: {picture}"

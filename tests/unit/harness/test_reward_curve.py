@@ -23,11 +23,11 @@ def metrics(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_lines_of_training_count(metrics: Path) -> None:
+def test_read_rewards_keeps_training_lines(metrics: Path) -> None:
     assert read_rewards(metrics) == [(5, 0.25), (10, 0.5)]
 
 
-def test_the_picture_is_small_its_text_is_text_and_it_is_the_same_every_time(metrics: Path, tmp_path: Path) -> None:
+def test_draw_writes_small_reproducible_svg_with_text(metrics: Path, tmp_path: Path) -> None:
     pictures = [tmp_path / name for name in ("a.svg", "b.svg")]
     for picture in pictures:
         draw(read_rewards(metrics), picture)
@@ -39,7 +39,7 @@ def test_the_picture_is_small_its_text_is_text_and_it_is_the_same_every_time(met
     assert "<dc:date>" not in first
 
 
-def test_the_command_says_what_it_drew_or_what_it_lacks(
+def test_reward_curve_command_prints_rewards_or_error(
     metrics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(metrics), str(tmp_path / "new" / "curve.svg")]) == 0

@@ -34,14 +34,14 @@ def decoding_s(sequences: int) -> float:
     return STEP_S + SEQUENCE_S * sequences
 
 
-def test_a_sequence_is_faster_when_others_have_ended() -> None:
+def test_site_sequence_after_others_end_is_faster() -> None:
     site = Site([1.0], places=8)
     site.add(0, [100, 300])
     assert site.finish(0) == pytest.approx(100 * decoding_s(2) + 200 * decoding_s(1))
     assert (site.tokens, site.owed) == (400, 0)
 
 
-def test_a_full_engine_takes_the_next_one_when_one_ends() -> None:
+def test_site_with_full_engine_queues_next_sequence() -> None:
     site = Site([2.0], places=1)
     site.add(0, [100, 100])
     site.add(1, [50])
@@ -49,13 +49,13 @@ def test_a_full_engine_takes_the_next_one_when_one_ends() -> None:
     assert site.ends_s[0] == pytest.approx(200 * decoding_s(1) / 2)
 
 
-def test_sequences_go_to_the_engine_with_the_fewest_for_its_speed() -> None:
+def test_site_deals_sequences_by_engine_speed() -> None:
     site = Site([2.0, 1.0], places=8)
     site.add(0, [60] * 6)
     assert [len(engine.running) for engine in site.engines] == [4, 2]
 
 
-def test_engines_stand_still_for_a_sync_and_go_on() -> None:
+def test_site_pause_delays_sequences() -> None:
     site = Site([1.0], places=8)
     site.add(0, [100])
     site.run_to(0.5)
@@ -70,7 +70,7 @@ def test_engines_stand_still_for_a_sync_and_go_on() -> None:
 
 
 @pytest.mark.parametrize(("lengths", "mean"), [(SHORT, 1020), (TAIL, 5200)], ids=["answers", "reasoning"])
-def test_lengths_have_their_mean_and_their_end(lengths: Lengths, mean: float) -> None:
+def test_lengths_match_mean_and_longest(lengths: Lengths, mean: float) -> None:
     rng = random.Random(0)
     found = [length for _ in range(4000) for length in lengths.group(rng)]
     assert max(found) == lengths.longest
@@ -80,7 +80,7 @@ def test_lengths_have_their_mean_and_their_end(lengths: Lengths, mean: float) ->
 EQUAL = Lengths(name="equal", median=1000, sigma=0.0, longest=2000, places=8)
 
 
-def test_steps_of_one_node_by_hand() -> None:
+def test_step_of_one_node_matches_hand_calculation() -> None:
     """32 completions of 1,000 tokens on 2 engines of 8 places: two waves; 2 ranks train on them for 1.6 s."""
     wave_s, train_s, sync_s = 999 * decoding_s(8), 32 * 0.999 * 0.1 / 2, 0.01
     at = {
@@ -95,7 +95,7 @@ def test_steps_of_one_node_by_hand() -> None:
         assert at[lookahead].engine_idle < 0.02
 
 
-def test_a_tail_is_hidden_by_batches_under_way() -> None:
+def test_step_of_long_tail_with_lookahead_4_is_shorter() -> None:
     one, four = (
         step_of(NODE, EVEN, TAIL, Layout(lookahead=lookahead), nodes=1, reserved=2, steps=10) for lookahead in (1, 4)
     )
@@ -103,7 +103,7 @@ def test_a_tail_is_hidden_by_batches_under_way() -> None:
     assert four.engine_idle < one.engine_idle
 
 
-def test_nodes_of_unequal_speed_are_as_good_as_one_queue() -> None:
+def test_step_of_uneven_nodes_is_near_central_queue() -> None:
     local, central = (
         step_of(NODE, UNEVEN, SHORT, Layout(lookahead=4, central=central), nodes=8, reserved=2, steps=20)
         for central in (False, True)
@@ -111,13 +111,13 @@ def test_nodes_of_unequal_speed_are_as_good_as_one_queue() -> None:
     assert local.step_s < 1.05 * central.step_s
 
 
-def test_colocated_engines_and_ranks_take_turns() -> None:
+def test_colocated_step_with_equal_lengths_matches_hand_calculation() -> None:
     step = colocated(NODE, EVEN, EQUAL, nodes=1, steps=2)
     assert step.generate_s == pytest.approx(999 * decoding_s(8), rel=1e-3)
     assert step.step_s == pytest.approx(step.generate_s + 32 * 0.999 * 0.1 / 4 + step.sync_s, rel=1e-3)
 
 
-def test_all_layouts_at_all_sizes() -> None:
+def test_simulate_with_lengths_covers_layouts_and_is_reproducible() -> None:
     steps = simulate(NODE, UNEVEN, SHORT, node_counts=(1, 2), reserved=2, steps=2)
     assert len(steps) == 2 * (len(LAYOUTS) + 1)
     assert all(0 <= share < 1 for step in steps for share in (step.training_idle, step.engine_idle))

@@ -35,27 +35,27 @@ SAMPLE_S = 64 * (5e-3 + 32 * 1e-4)
         (4, 1.5, 1.5 + 0.1),  # engines that wait for ranks
     ],
 )
-def test_completions_of_one_length(lookahead: int, train_s: float, step_s: float) -> None:
+def test_predict_for_equal_lengths_matches_hand_calculation(lookahead: int, train_s: float, step_s: float) -> None:
     assert of_one_length(lookahead, train_s=train_s) == (pytest.approx(step_s, rel=0.01), 9.0)
 
 
-def test_training_slows_sampling_down_while_both_work() -> None:
+def test_predict_with_training_beside_sampling_adds_slowdown() -> None:
     ahead, _ = of_one_length(1, train_s=0.3, sampling_beside=1.25)
     assert ahead == pytest.approx(0.3 + (SAMPLE_S - 0.3 / 1.25) + 0.1, rel=0.01)
     on_policy, _ = of_one_length(0, train_s=0.2, sampling_beside=1.25)
     assert on_policy == pytest.approx(0.2 + SAMPLE_S + 0.1, rel=0.01)
 
 
-def test_batches_under_way_share_the_engines_steps() -> None:
+def test_predict_with_lookahead_4_shares_engine_steps() -> None:
     step_s, _ = of_one_length(4, train_s=0.1)
     assert 64 * 32 * 1e-4 + 0.1 < step_s < SAMPLE_S + 0.1
 
 
 @pytest.mark.parametrize("tokens", [10.0, 60.0, 150.0])
-def test_the_mean_of_lengths_that_are_cut(tokens: float) -> None:
+def test_rate_of_truncated_lengths_keeps_mean(tokens: float) -> None:
     rate = rate_of(tokens, 256)
     assert (1 - math.exp(-rate * 256)) / rate == pytest.approx(tokens)
 
 
-def test_without_a_result_nothing_is_predicted() -> None:
+def test_predict_without_result_is_empty() -> None:
     assert predict(None) == {}

@@ -37,14 +37,14 @@ def names(found: list[str]) -> list[str]:
     return [line.split(" has ")[0] for line in found]
 
 
-def test_a_file_is_read_with_the_functions_inside_functions() -> None:
+def test_read_file_includes_nested_functions() -> None:
     file = read("grpo/engine/sender.py", NESTED)
     assert (file.lines, file.module) == (13, "grpo.engine.sender")
     assert file.functions == (("Sender.name", 3), ("Sender.send", 5), ("Sender.send.inner", 2))
     assert read("grpo/engine/__init__.py", "").module == "grpo.engine"
 
 
-def test_figures_by_hand() -> None:
+def test_measure_and_table_match_hand_calculation() -> None:
     files = [
         read("grpo/engine/__init__.py", '"""The child."""\n'),  # no file of the figures
         read("grpo/engine/host.py", function(10) + function(30, "g")),
@@ -66,13 +66,13 @@ def test_figures_by_hand() -> None:
     ]
 
 
-def test_an_empty_tree_breaks_nothing() -> None:
+def test_measure_of_empty_tree_is_zero() -> None:
     measured = measure([])
     assert (measured.files, measured.lines, measured.p95_file, measured.max_function) == (0, 0, 0, 0)
     assert broken([], measured) == []
 
 
-def test_a_circle_is_found_through_lazy_imports_and_those_for_types() -> None:
+def test_circle_through_lazy_and_type_imports_is_found() -> None:
     parts = {
         "grpo/a.py": "from grpo.space import b\n",
         "grpo/space/__init__.py": "def f():\n    from grpo.a import x\n",
@@ -86,7 +86,7 @@ def test_a_circle_is_found_through_lazy_imports_and_those_for_types() -> None:
     assert circle([read(path, source) for path, source in parts.items()]) == ()
 
 
-def test_what_is_just_within_the_bounds_is_not_named() -> None:
+def test_broken_at_exact_bounds_is_empty() -> None:
     files = [
         *tree(a=400, b=160, c=1),
         *tree(d=1, e=1, f=1, g=160, h=160),
@@ -98,7 +98,7 @@ def test_what_is_just_within_the_bounds_is_not_named() -> None:
     assert broken(files, measured) == []
 
 
-def test_every_broken_bound_is_named() -> None:
+def test_broken_names_every_exceeded_bound() -> None:
     package = [
         *tree(a=401, b=161, c=161, d=161, e=161, f=161, g=161, h=161, i=161),
         read("grpo/space/long.py", function(101, "g") + function(41, "h")),
@@ -135,13 +135,13 @@ def first(rows: list[int]) -> int:
 '''
 
 
-def test_of_python_counts_neither_docstrings_nor_comments_nor_blank_lines() -> None:
+def test_of_python_ignores_docstrings_comments_and_blank_lines() -> None:
     # LIMIT; def, return, rows[0], LIMIT, ): six lines. 3 + 13 + 3 + 5 + 2 + 1 tokens.
     assert code_lines.of_python(COMMENTED) == (6, 27)
     assert code_lines.of_python("") == (0, 0)
 
 
-def test_of_python_counts_a_text_of_several_lines_as_one_token() -> None:
+def test_of_python_counts_multiline_string_as_one_token() -> None:
     assert code_lines.of_python('text = """one\n\nthree"""\n') == (3, 3)
 
 
@@ -153,7 +153,7 @@ def test_of_python_counts_a_text_of_several_lines_as_one_token() -> None:
         (".jinja", "{#- head\nof two -#}\n<p>{{ a }}</p>\n<!-- no\nmore -->\n\n</p>\n"),
     ],
 )
-def test_of_template_counts_lines_with_more_than_a_comment(suffix: str, source: str) -> None:
+def test_of_template_ignores_comments_and_blank_lines(suffix: str, source: str) -> None:
     assert code_lines.of_template(suffix, source) == 2
 
 
@@ -170,11 +170,11 @@ def test_of_template_counts_lines_with_more_than_a_comment(suffix: str, source: 
         ("grpo/ops/files/train.py", {"wing", "ops", "ops/files"}),
     ],
 )
-def test_a_file_counts_in_core_or_wing_and_in_its_folders(path: str, expected: set[str]) -> None:
+def test_parts_of_file_are_core_or_wing_and_folders(path: str, expected: set[str]) -> None:
     assert parts(PurePosixPath(path)) == expected
 
 
-def test_code_of_parts_adds_templates_to_the_lines_alone() -> None:
+def test_code_of_parts_adds_templates_to_lines_only() -> None:
     files = [read("grpo/trainer.py", "x = 1\n" * 4), read("grpo/ops/report/page.py", "f(x)\n" * 10)]
     code = code_of_parts(files, {PurePosixPath("grpo/ops/report/page.js"): 30})
     assert list(code) == ["core", "wing", ".", "ops", "ops/report"]
@@ -183,7 +183,7 @@ def test_code_of_parts_adds_templates_to_the_lines_alone() -> None:
     assert (code["core"].tokens_per_line, code["wing"].tokens_per_line) == (3, 4)
 
 
-def test_broken_code_names_the_part_and_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_code_names_part_and_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "CODE_LINES", {"core": 1_000, "wing": 50})
     monkeypatch.setattr(sizes, "TOKENS_PER_LINE", {"core": 8.7, "wing": 9.4})
     just_within = Code(lines=1_000, python_lines=1_000, tokens=8_749)
@@ -195,13 +195,15 @@ def test_broken_code_names_the_part_and_its_bound(monkeypatch: pytest.MonkeyPatc
     assert broken_code({"core": Code(lines=1_001), "wing": Code()}) == ["core has 1,001 code lines, of at most 1,000"]
 
 
-def test_it_exits_with_the_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_command_over_bound_exits_1_with_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sizes, "ROOT_FILES", 0)
     assert sizes.main() == 1
     assert "grpo/ holds " in capsys.readouterr().out
 
 
-def test_no_class_has_the_name_of_another() -> None:
+def test_class_names_of_package_are_unique() -> None:
     where: dict[str, list[str]] = {}
     for path in sorted((sizes.ROOT / sizes.PACKAGE).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

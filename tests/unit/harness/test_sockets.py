@@ -14,7 +14,7 @@ import pytest
 from tests.support.sockets import Strangers, listening, where
 
 
-def test_all_kinds_of_sockets_are_seen() -> None:
+def test_listening_finds_all_kinds_of_sockets() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket() as open_to_all, socket.socket() as own:
         open_to_all.bind(("0.0.0.0", 0))
         own.bind(("127.0.0.1", 0))
@@ -56,7 +56,7 @@ def _obeys_as_multiprocessing(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("serve", [_obeys_raw, _obeys_as_multiprocessing])
-def test_who_unpickles_what_a_stranger_sends_is_found_out(serve, tmp_path: Path) -> None:
+def test_strangers_visit_detects_unpickling_server(serve, tmp_path: Path) -> None:
     strangers = Strangers(tmp_path / "obeyed")
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -13,7 +13,7 @@ from grpo.ops.train.arguments import parse_arguments
 from grpo.ops.train.data import load_data, load_evaluation
 
 
-def test_both_sides_are_started_with_flags_and_data_that_are_taken(
+def test_spare_groups_benchmark_starts_both_sides_with_valid_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runs themselves are those of `train.py`, which has tests of its own."""
@@ -44,7 +44,7 @@ def test_both_sides_are_started_with_flags_and_data_that_are_taken(
     assert ratios == [[1.0], [1.0], [1.0]]  # three evaluations are one point of each curve
 
 
-def test_the_first_point_that_reaches_the_other_ones_end_counts() -> None:
+def test_report_of_spare_groups_uses_first_point_at_other_end() -> None:
     def curve(rewards: list[float], tokens_of_a_step: float) -> spare_groups.Curve:
         steps = [10 * (number + 1) for number in range(len(rewards))]
         tokens = [tokens_of_a_step * step for step in steps]

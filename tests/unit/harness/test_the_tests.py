@@ -1,6 +1,7 @@
 """Rules for the tests themselves, by their syntax trees: nothing is imported."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -32,7 +33,7 @@ def is_collected(dotted: str) -> bool:
     return any(part.startswith("test_") or part == "conftest" for part in dotted.split("."))
 
 
-def test_nothing_is_imported_from_a_test_module_or_a_conftest() -> None:
+def test_tests_and_benchmarks_import_nothing_from_test_modules() -> None:
     """What several tests need is in tests/support; otherwise a test cannot be deleted or moved by itself."""
     imports = [
         f"{module}: {name}"
@@ -78,7 +79,7 @@ def can_fail(node: ast.AST, functions: dict[str, ast.AST], seen: frozenset[str] 
     return False
 
 
-def test_every_test_can_fail_by_what_it_says() -> None:
+def test_every_test_function_can_fail() -> None:
     """That nothing is raised is said too: `assert f(x) is None`, or by a helper that asserts."""
     silent = []
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
@@ -93,6 +94,19 @@ def test_every_test_can_fail_by_what_it_says() -> None:
     assert silent == []
 
 
+def test_names_of_tests_are_short_and_no_sentences() -> None:
+    """`test_<unit>_<condition>_<result>`: the unit comes first, and there is no article."""
+    unfit = re.compile(r"_(a|an|the|what|who|whoever|that|which|nobody|told|tells|said|says)(_|$)")
+    names = [
+        f"{module}: {node.name}"
+        for module, tree in modules("tests")
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+        if unfit.search(node.name) or len(node.name) > 70
+    ]
+    assert names == []
+
+
 @pytest.mark.parametrize(
     ("body", "fails"),
     [
@@ -103,7 +117,7 @@ def test_every_test_can_fail_by_what_it_says() -> None:
         ("monkeypatch.setattr(a, 'b', pytest.fail)", False),
     ],
 )
-def test_what_can_fail_is_distinguished_from_what_cannot(body: str, fails: bool) -> None:
+def test_can_fail_of_test_body_matches_table(body: str, fails: bool) -> None:
     tree = ast.parse(f"def test_a():\n    {body}\ndef helper():\n    assert 1\ndef other():\n    other()")
     functions: dict[str, ast.AST] = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
     assert can_fail(functions["test_a"], functions) == fails
@@ -117,7 +131,7 @@ def test_what_can_fail_is_distinguished_from_what_cannot(body: str, fails: bool)
         ("from tests.unit import test_a", ["tests.unit.test_a"]),
     ],
 )
-def test_imports_of_test_modules_are_found_in_every_form(line: str, names: list[str]) -> None:
+def test_imported_from_finds_every_import_form(line: str, names: list[str]) -> None:
     assert [*imported_from(ast.parse(line))] == names
     assert all(map(is_collected, names))
     assert not is_collected("tests.support.launching.start")

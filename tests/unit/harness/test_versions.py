@@ -49,7 +49,9 @@ def resolved(backend: str, edge: str, folder: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("backend", EXTRAS)
-def test_both_edges_resolve(backend: str, edge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_at_both_edges_satisfies_ranges(
+    backend: str, edge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = resolved(backend, edge, tmp_path, monkeypatch)
     for wanted in requirements(backend):
         version = found[canonicalize_name(wanted.name)]
@@ -69,5 +71,5 @@ def test_both_edges_resolve(backend: str, edge: str, tmp_path: Path, monkeypatch
         ("error: Failed to parse: pyproject.toml", False),
     ],
 )
-def test_only_a_missing_index_is_a_reason_to_skip(said: str, expected: bool) -> None:
+def test_is_offline_of_uv_output_matches_table(said: str, expected: bool) -> None:
     assert is_offline(said) == expected

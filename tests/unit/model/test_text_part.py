@@ -50,7 +50,7 @@ def arguments(tmp_path: Path, **settings: object) -> GRPOConfig:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MAKERS])
-def test_names_of_a_checkpoint_are_looked_up_once(
+def test_model_without_weights_caches_checkpoint_names(
     family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And are the ones that transformers finds by itself, in a walk over all modules for each tensor."""
@@ -66,7 +66,7 @@ def test_names_of_a_checkpoint_are_looked_up_once(
 
 
 @pytest.mark.parametrize("family", MAKERS)
-def test_text_travels_and_towers_are_frozen(family: str, folders: dict[str, Path]) -> None:
+def test_multimodal_model_syncs_text_and_freezes_towers(family: str, folders: dict[str, Path]) -> None:
     config = AutoConfig.from_pretrained(folders[family])
     model = model_without_weights(config)
     assert type(model) is model_class(config) is MAKERS[family]()[1]
@@ -91,7 +91,7 @@ def test_text_travels_and_towers_are_frozen(family: str, folders: dict[str, Path
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_text_model_has_no_towers(family: str) -> None:
+def test_tower_paths_of_text_model_are_empty(family: str) -> None:
     model = tiny_model(family)
     assert tower_paths(model) == () == tuple(tower_tensors(model))
     assert (freeze_towers(model), placeholder_ids(model.config)) == (0, set())
@@ -101,7 +101,7 @@ def test_a_text_model_has_no_towers(family: str) -> None:
 @pytest.mark.parametrize(
     ("targets", "excluded"), [("all-linear", None), (["q_proj", "v_proj"], ["layers.0.self_attn.v_proj"])]
 )
-def test_adapters_leave_towers_out(
+def test_choose_lora_of_multimodal_model_leaves_out_towers(
     targets: str | list[str], excluded: list[str] | None, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """CLIP's projections are named as Qwen2's; what the user leaves out stays out."""
@@ -119,7 +119,7 @@ def test_adapters_leave_towers_out(
     assert around_towers(plain, model, args) is plain
 
 
-def test_engines_build_the_text_part_alone(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_engine_args_of_multimodal_model_load_text_only(folders: dict[str, Path], tmp_path: Path) -> None:
     args = arguments(tmp_path)
     topology = read_topology(
         use_cpu=True, reserved_gpus=None, tensor_parallel_size=1, engines_per_node=1, num_attention_heads=None,
@@ -134,7 +134,7 @@ def test_engines_build_the_text_part_alone(folders: dict[str, Path], tmp_path: P
                          **({"enable_prefix_caching": False} if hybrid else {})}  # fmt: skip
 
 
-def test_the_processor_gives_its_tokenizer_and_its_files(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_processor_of_multimodal_model_gives_and_saves_tokenizer(folders: dict[str, Path], tmp_path: Path) -> None:
     inputs = {"args": arguments(tmp_path), "processing_class": None, "model": str(folders["llava"])}
     for given in (None, AutoProcessor.from_pretrained(folders["llava"])):
         found = processor_of({**inputs, "processing_class": given})
@@ -146,7 +146,7 @@ def test_the_processor_gives_its_tokenizer_and_its_files(folders: dict[str, Path
         assert isinstance(AutoProcessor.from_pretrained(saved), LlavaProcessor)
 
 
-def test_the_template_of_an_older_processor_is_found(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_processor_of_older_checkpoint_finds_chat_template(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "older"
     folder.mkdir()
     for file in folders["llava"].iterdir():

@@ -42,7 +42,7 @@ def run(folder: Path, body: str, **env: str) -> tuple[int, str, dict]:
     return process.returncode, errors, json.loads(error_file.read_text()) if error_file.exists() else {}
 
 
-def test_a_mistake_is_reported_once(tmp_path: Path) -> None:
+def test_report_of_user_error_prints_once(tmp_path: Path) -> None:
     body = (
         "with reporting_mistakes():\n"
         "    with reporting_mistakes(sys.path[0] + '/out'):\n"
@@ -61,7 +61,7 @@ def test_a_mistake_is_reported_once(tmp_path: Path) -> None:
     assert (state.state, state.kind, state.job) == ("failed", "user", "17")
 
 
-def test_the_traceback_can_be_asked_for(tmp_path: Path) -> None:
+def test_report_with_traceback_variable_prints_traceback(tmp_path: Path) -> None:
     code, errors, record = run(tmp_path, "with reporting_mistakes():\n    raise ValueError('x')\n", GRPO_TRACEBACK="1")
     assert code == 1
     assert errors.startswith("[grpo] x\n")
@@ -69,7 +69,7 @@ def test_the_traceback_can_be_asked_for(tmp_path: Path) -> None:
     assert "Traceback (most recent call last)" in record["message"]["extraInfo"]["py_callstack"]
 
 
-def test_want_of_memory_is_reported_as_a_mistake(tmp_path: Path) -> None:
+def test_report_of_out_of_memory_names_phase_and_settings(tmp_path: Path) -> None:
     """With the phase, what was asked for, who holds the rest, and two settings."""
     body = (
         "import torch\n"
@@ -93,7 +93,7 @@ def test_want_of_memory_is_reported_as_a_mistake(tmp_path: Path) -> None:
     assert (state.state, state.kind) == ("failed", "memory")
 
 
-def test_what_is_no_mistake_keeps_its_traceback(tmp_path: Path) -> None:
+def test_report_of_non_user_error_keeps_traceback(tmp_path: Path) -> None:
     code, errors, record = run(tmp_path, "with reporting_mistakes():\n    raise RuntimeError('CUDA error: ECC')\n")
     assert code == 1
     assert errors.startswith("Traceback (most recent call last)")
@@ -103,7 +103,7 @@ def test_what_is_no_mistake_keeps_its_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ending", "code", "recorded"), [("2", 2, True), ("0", 0, False), ("", 0, False)])
-def test_a_program_that_ends_itself(ending: str, code: int, recorded: bool, tmp_path: Path) -> None:
+def test_report_of_sys_exit_records_only_nonzero_code(ending: str, code: int, recorded: bool, tmp_path: Path) -> None:
     body = f"with reporting_mistakes(sys.path[0] + '/out'):\n    sys.exit({ending})\n"
     found_code, errors, record = run(tmp_path, body)
     assert (found_code, errors) == (code, ""), "argparse has said why"
@@ -111,7 +111,7 @@ def test_a_program_that_ends_itself(ending: str, code: int, recorded: bool, tmp_
     assert (read_run_state(tmp_path / "out") is not None) == recorded
 
 
-def test_other_ranks_are_silent_and_let_rank_zero_tell_first(tmp_path: Path) -> None:
+def test_report_on_other_rank_is_silent_and_writes_error_file(tmp_path: Path) -> None:
     body = "with reporting_mistakes(sys.path[0] + '/out'):\n    raise ValueError('x')\n"
     other, error_file = program(tmp_path, body, rank=1)
     try:
@@ -125,7 +125,7 @@ def test_other_ranks_are_silent_and_let_rank_zero_tell_first(tmp_path: Path) -> 
     assert json.loads(error_file.read_text())["message"]["message"].startswith("x\n")
 
 
-def test_the_message_is_short_and_names_the_users_line(tmp_path: Path) -> None:
+def test_report_of_error_in_user_code_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def reward(**kwargs):\n    return kwargs['answer']\n")
     code, errors, _ = run(tmp_path, "import mine\nwith reporting_mistakes():\n    mine.reward()\n")
     assert code == 1
@@ -135,26 +135,26 @@ def test_the_message_is_short_and_names_the_users_line(tmp_path: Path) -> None:
     ]
 
 
-def test_a_line_that_does_not_parse(tmp_path: Path) -> None:
+def test_report_of_syntax_error_names_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def reward(:\n")
     _, errors, _ = run(tmp_path, "with reporting_mistakes():\n    import mine\n")
     assert errors.splitlines() == [f"[grpo] {tmp_path}/mine.py:1: invalid syntax: def reward(:"]
 
 
-def test_a_long_message_is_cut() -> None:
+def test_message_of_long_error_is_cut() -> None:
     lines = message_of(ValueError("\n\n".join(f"line {index}" for index in range(50)))).splitlines()
     assert len(lines) == MAX_LINES
     assert (lines[0], lines[-1]) == ("line 0", "… (45 more lines)")
 
 
-def test_another_ranks_mistake_names_the_rank() -> None:
+def test_message_of_other_rank_error_names_rank_and_host() -> None:
     record = FailureRecord(node=1, rank=5, host="b", phase="start", cause="ValueError: no data", kind=FailureKind.USER)
     assert message_of(JobFailed(record)) == "no data (rank 5 on b)"
     record = FailureRecord(node=1, rank=5, host="b", phase="train", cause="full\nadvice", kind=FailureKind.MEMORY)
     assert message_of(JobFailed(record)) == "full\nadvice (rank 5 on b)"
 
 
-def test_a_rank_that_ends_for_another_one_says_so_in_a_line(tmp_path: Path) -> None:
+def test_report_of_job_failed_on_unnamed_rank_is_one_line(tmp_path: Path) -> None:
     """Its own traceback shows where it has waited; the rank that is named keeps its own."""
     body = (
         "from grpo.faults.failure import FailureRecord, JobFailed\n"
@@ -174,7 +174,7 @@ def test_a_rank_that_ends_for_another_one_says_so_in_a_line(tmp_path: Path) -> N
         assert "reset by peer" in json.loads(error_file.read_text())["message"]["extraInfo"]["py_callstack"]
 
 
-def test_what_all_ranks_raise_is_reported_as_rank_zeros_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_error_shared_by_all_ranks_names_no_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """Another rank was first to record it: rank 0 raises that record from its own error."""
     record = FailureRecord(node=0, rank=1, host="a", phase="start", cause="ValueError: no data", kind=FailureKind.USER)
     before = sys.excepthook
@@ -186,7 +186,7 @@ def test_what_all_ranks_raise_is_reported_as_rank_zeros_own(capsys: pytest.Captu
     assert capsys.readouterr().err == "[grpo] no data\n"
 
 
-def test_an_error_of_users_code_behind_the_first_step_keeps_its_traceback_for_the_log(tmp_path: Path) -> None:
+def test_report_behind_first_step_shows_traceback_of_trainer_errors_alone(tmp_path: Path) -> None:
     """One from the trainer under the script keeps it on the screen: the script's line explains nothing."""
     behind = "from grpo.faults.kinds import note_steps\nnote_steps(3)\nwith reporting_mistakes():\n"
     for folder in ("own", "trainers"):
@@ -200,7 +200,7 @@ def test_an_error_of_users_code_behind_the_first_step_keeps_its_traceback_for_th
     assert "AttributeError: 'int' object has no attribute 'lstrip'" in errors
 
 
-def test_a_failure_behind_the_first_step_is_noted_with_the_step(tmp_path: Path) -> None:
+def test_failure_note_behind_first_step_records_step(tmp_path: Path) -> None:
     """Its launcher would otherwise end the job: as a mistake that no start mends."""
     body = (
         "from grpo.faults.kinds import note_steps\nnote_steps(3)\nwith reporting_mistakes():\n    raise KeyError(1)\n"
@@ -211,7 +211,7 @@ def test_a_failure_behind_the_first_step_is_noted_with_the_step(tmp_path: Path) 
     assert (noted["kind"], noted["step"]) == ("user", 3)
 
 
-def test_keys_that_trl_does_not_know_are_named_with_their_file_and_those_that_were_meant(
+def test_message_of_unknown_yaml_keys_names_file_and_suggestion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (file := tmp_path / "my.yaml").write_text("output_dir: out\nuse_cpu: true\nbf16: false\nsave_stepz: 5\n")
@@ -222,7 +222,7 @@ def test_keys_that_trl_does_not_know_are_named_with_their_file_and_those_that_we
     assert said == f"unknown options in {file}: save_stepz (did you mean save_steps?)"
 
 
-def test_flags_that_transformers_does_not_know_are_named_with_those_that_were_meant() -> None:
+def test_message_of_unknown_flags_names_suggestions() -> None:
     """As a script of the user's own meets them, whose parser is TRL's."""
     raised = ValueError(
         "Some specified arguments are not used by the HfArgumentParser: ['--max_step', '5', '--learning_rat=1e-3']"
@@ -232,7 +232,7 @@ def test_flags_that_transformers_does_not_know_are_named_with_those_that_were_me
     )
 
 
-def test_a_note_says_whose_function_raised() -> None:
+def test_message_of_error_with_note_includes_note() -> None:
     error = ValueError("cannot score a nine")
     error.add_note("reward function reward raised ValueError")
     assert message_of(error) == "cannot score a nine\nreward function reward raised ValueError"

@@ -56,17 +56,17 @@ UUIDS = [f"GPU-{index}{index}c4d1e2-90ab-cdef-0123-456789abcdef" for index in ra
         (f"{UUIDS[0]},{UUIDS[0]}", 0, ()),
     ],
 )
-def test_device_tokens(visible: str | None, count: int, tokens: tuple[str, ...]) -> None:
+def test_device_tokens_match_table(visible: str | None, count: int, tokens: tuple[str, ...]) -> None:
     assert device_tokens({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, count) == tokens
 
 
 @pytest.mark.parametrize("visible", ["0,1", "", "0,1,1,2", "0,1,-1,2"])
-def test_fewer_names_than_devices(visible: str) -> None:
+def test_device_tokens_with_fewer_names_than_gpus_raises(visible: str) -> None:
     with pytest.raises(ValueError, match="sees 3 GPUs, but CUDA_VISIBLE_DEVICES="):
         device_tokens({"CUDA_VISIBLE_DEVICES": visible}, 3)
 
 
-def test_the_beginning_of_a_uuid_is_refused() -> None:
+def test_device_tokens_of_uuid_prefix_raises() -> None:
     """CUDA and torch take it, and NVML, which vLLM asks, does not."""
     visible = f"{UUIDS[0][:12]},{UUIDS[1][:12]}"
     with pytest.raises(
@@ -77,7 +77,7 @@ def test_the_beginning_of_a_uuid_is_refused() -> None:
 
 @pytest.mark.parametrize("visible", ["MIG-3c,MIG-4d", "MIG-GPU-8a/1/0", " MIG-3c"])
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_slices_of_a_gpu_are_refused(visible: str, count: int) -> None:
+def test_device_tokens_of_mig_slices_raises(visible: str, count: int) -> None:
     with pytest.raises(ValueError, match=rf"is '{visible}', .* \[GRPO-106\]"):
         device_tokens({"CUDA_VISIBLE_DEVICES": visible}, count)
 
@@ -150,7 +150,7 @@ class Node:
         pytest.param(",".join(UUIDS[::-1]), [7, 6, 5, 4, 3, 2, 1], [[0]], id="UUIDs in another order"),
     ],
 )
-def test_where_ranks_and_engines_end(
+def test_placement_on_whole_node_gives_each_gpu_one_owner(
     shown: str | None, trains: list[int], serves: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = Node(monkeypatch, shown, ranks=7)
@@ -172,7 +172,7 @@ def test_where_ranks_and_engines_end(
         ),
     ],
 )
-def test_a_job_on_some_of_a_nodes_gpus(
+def test_placement_on_part_of_node_uses_visible_gpus(
     shown: str, settings: dict[str, int], trains: list[int], serves: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = Node(monkeypatch, shown, ranks=2, **settings)
@@ -180,14 +180,14 @@ def test_a_job_on_some_of_a_nodes_gpus(
 
 
 @pytest.mark.parametrize("names", [[str(index) for index in range(8)], UUIDS], ids=["ids", "UUIDs"])
-def test_two_jobs_on_one_node_share_nothing(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placement_of_two_jobs_on_node_shares_no_gpu(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     halves = names[0::2], names[1::2]
     jobs = [Node(monkeypatch, ",".join(half), ranks=3) for half in halves]
     assert [job.owned() for job in jobs] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert [job.serves for job in jobs] == [[[6]], [[7]]]
 
 
-def test_a_slurm_that_shows_each_task_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placement_with_gpus_per_task_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """--gpus-per-task: the engine's GPU is nobody's, and every rank's list is another one."""
     with pytest.raises(ValueError, match=r"GRPO-102.*--gpus-per-node instead of"):
         Node(monkeypatch, ["0", "1", "2"], ranks=3)
@@ -209,7 +209,7 @@ def looks_built_for(monkeypatch: pytest.MonkeyPatch, cuda: str | None, gpus: int
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 
 
-def test_a_build_for_gpus_that_sees_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_count_gpus_of_gpu_build_without_gpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def mistake(
         cuda: str | None = "12.9", gpus: int = 0, *, hip: str | None = None, use_cpu: bool = False, **env: str
     ) -> str | None:
@@ -231,13 +231,13 @@ def test_a_build_for_gpus_that_sees_none(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "built for ROCm 7.0" in str(mistake(cuda=None, hip="7.0"))
 
 
-def test_what_torch_is_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_build_names_cuda_or_rocm_version(monkeypatch: pytest.MonkeyPatch) -> None:
     for cuda, hip, build in ((None, None, None), ("12.9", None, "CUDA 12.9"), (None, "7.0", "ROCm 7.0")):
         looks_built_for(monkeypatch, cuda, 0, hip=hip)
         assert devices.torch_build() == build
 
 
-def test_gpus_that_are_counted_but_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_count_gpus_with_unusable_gpus_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVML counts GPUs even where the driver is too old for this build's CUDA."""
     looks_built_for(monkeypatch, "12.9", 8)
     assert count_gpus({}, use_cpu=False) == 8
@@ -250,7 +250,7 @@ def test_gpus_that_are_counted_but_cannot_be_used(monkeypatch: pytest.MonkeyPatc
         count_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1"}, use_cpu=False)
 
 
-def test_the_configuration_stops_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_config_of_gpu_build_without_gpu_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def config(**settings: object) -> GRPOConfig:
         return GRPOConfig(output_dir="unused", bf16=False, report_to="none", **settings)
 
@@ -273,7 +273,7 @@ def test_the_configuration_stops_before_anything_is_loaded(monkeypatch: pytest.M
         config()
 
 
-def test_a_launchers_file_for_gpus_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_with_gpu_launcher_file_on_cpu_machine_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before DeepSpeed finds that the script's formats are others."""
     words = ["accelerate", "launch", "--config_file", str(ROOT / "configs" / "1node.yaml"), "train.py"]
     monkeypatch.setattr("grpo.config.parent_argv", lambda: words)
@@ -285,7 +285,7 @@ def test_a_launchers_file_for_gpus_is_refused_where_there_is_none(monkeypatch: p
     assert not asks_for_cpu(words)
 
 
-def test_a_plan_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_config_without_gpu_has_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     looks_built_for(monkeypatch, "12.9", 0)
     launcher = read_launcher(str(ROOT / "configs" / "4node.yaml"), None, None)
     planned = read_training(None, [], launcher).training
@@ -293,7 +293,7 @@ def test_a_plan_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned.refusal is None
 
 
-def test_who_asks_for_cpus(tmp_path: Path) -> None:
+def test_use_cpu_is_read_from_flags_and_files(tmp_path: Path) -> None:
     assert asks_for_cpu(["accelerate", "launch", "--cpu", "train.py"])
     assert not asks_for_cpu(["accelerate", "launch", "--config_file", str(ROOT / "configs/1node.yaml"), "train.py"])
     assert not asks_for_cpu(["torchrun", "train.py", "--cpu"])
@@ -335,7 +335,7 @@ def vllm_accepts_rocm_lists(env: Mapping[str, str], monkeypatch: pytest.MonkeyPa
         scope["_sync_hip_cuda_env_vars"]()
 
 
-def test_lists_that_rocm_has_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_tokens_with_rocm_lists_raises_with_working_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     inherited = {"HIP_VISIBLE_DEVICES": "4,5,6,7"}
     engine = engine_environment(inherited, devices=("7",), tensor_parallel_size=1, engines_per_node=1)
     with pytest.raises(ValueError, match="Inconsistent GPU visibility"):  # this is what is kept from happening
@@ -360,13 +360,13 @@ def test_lists_that_rocm_has_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _parse_visible_devices() == [7]
 
 
-def test_slurm_sets_rocms_lists_on_other_clusters_too() -> None:
+def test_device_tokens_of_cuda_build_ignore_rocm_lists() -> None:
     """Without GRES flags Slurm exports the lists of every maker: a build for CUDA has no use for them."""
     env = {"CUDA_VISIBLE_DEVICES": "2,3", "ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2,3"}
     assert device_tokens(env, 2) == ("2", "3")
 
 
-def test_the_scripts_are_given_the_count(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_command_prints_gpu_count(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     looks_built_for(monkeypatch, "12.9", 8)
     assert (devices.main(["--max_steps", "5"]), capsys.readouterr().out) == (0, "8\n")

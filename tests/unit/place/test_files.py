@@ -9,7 +9,7 @@ from grpo.place.files import read_settings, read_wishes, settings_of
 TABS = '{\n\t"fp16": {\n\t\t"enabled": true\n\t}\n}\n'
 
 
-def test_a_flag_of_the_script_that_is_called_as_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_read_wishes_with_bare_flag_of_script_ignores_it(capsys: pytest.CaptureFixture[str]) -> None:
     """A bare `--deepspeed`, say, with which a script of one's own takes a file that it knows."""
     for flag in ("--deepspeed", "--config", "--vllm_reserved_gpus"):
         wishes = read_wishes([flag, "--use_cpu", "--vllm_tensor_parallel_size", "2"])
@@ -18,7 +18,7 @@ def test_a_flag_of_the_script_that_is_called_as_one_of_ours(capsys: pytest.Captu
     assert capsys.readouterr().err == ""
 
 
-def test_json_may_be_indented_with_tabs(tmp_path: Path) -> None:
+def test_read_settings_of_json_accepts_tabs(tmp_path: Path) -> None:
     file = tmp_path / "zero3.json"
     file.write_text(TABS)
     assert read_settings(str(file)) == {"fp16": {"enabled": True}}
@@ -29,14 +29,14 @@ def test_json_may_be_indented_with_tabs(tmp_path: Path) -> None:
         read_settings(str(file))
 
 
-def test_trls_own_file_is_read_as_trl_reads_it(tmp_path: Path) -> None:
+def test_settings_of_json_named_file_refuses_tabs_as_yaml(tmp_path: Path) -> None:
     """As YAML, whatever its name."""
     (tmp_path / "train.json").write_text(TABS)
     with pytest.raises(ValueError, match=r"train\.json cannot be read: line 2, column 1: .* not with tabs"):
         settings_of(["--config", str(tmp_path / "train.json")])
 
 
-def test_files_of_another_script_may_be_anything(tmp_path: Path) -> None:
+def test_read_wishes_without_reading_files_accepts_foreign_ones(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("[model]\nname = 'm'\n")
     arguments = ["--config", str(tmp_path / "mine.toml"), "--deepspeed", "stage3", "--use_cpu"]
     with pytest.raises(ValueError, match=r"mine\.toml"):
@@ -44,7 +44,7 @@ def test_files_of_another_script_may_be_anything(tmp_path: Path) -> None:
     assert read_wishes(arguments, reads_files=False).use_cpu
 
 
-def test_files_that_are_mixed_up_are_known_by_their_keys(tmp_path: Path) -> None:
+def test_settings_of_swapped_files_raise_with_right_option(tmp_path: Path) -> None:
     accelerates, training = tmp_path / "1node.yaml", tmp_path / "mine.yaml"
     accelerates.write_text("distributed_type: DEEPSPEED\nnum_processes: 7\n")
     training.write_text("learning_rate: 1.0e-6\nmax_steps: 3\n")

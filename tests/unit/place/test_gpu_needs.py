@@ -75,7 +75,7 @@ REMEDIES = {
 
 
 @pytest.mark.parametrize("missing", REMEDIES)
-def test_one_finding_with_its_remedy(missing: str, node: Node) -> None:
+def test_unmet_needs_names_missing_part_and_fix(missing: str, node: Node) -> None:
     assert unmet_needs(BUILD, node.env) == []
     node.take_away(missing)
     (found,) = unmet_needs(BUILD, node.env)
@@ -84,7 +84,7 @@ def test_one_finding_with_its_remedy(missing: str, node: Node) -> None:
 
 
 @pytest.mark.parametrize("missing", REMEDIES)
-def test_nothing_starts_without_it_and_the_doctor_says_so(missing: str, node: Node) -> None:
+def test_count_gpus_with_unmet_need_raises_and_doctor_fails(missing: str, node: Node) -> None:
     healthy = examined(node.env)["kernels"]
     assert (healthy.status, count_gpus(node.env, use_cpu=False)) == (Status.PASS, 2)
     node.take_away(missing)
@@ -98,7 +98,7 @@ def test_nothing_starts_without_it_and_the_doctor_says_so(missing: str, node: No
     assert REMEDIES[missing][2] in found["kernels"].message + found["kernels"].fix
 
 
-def test_every_start_asks(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_start_with_missing_header_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     node.take_away("header")
     monkeypatch.setenv("PATH", str(node.bin))
     monkeypatch.delenv("CC", raising=False)
@@ -108,14 +108,14 @@ def test_every_start_asks(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.main([]) == 1
 
 
-def test_all_that_is_missing_is_said_at_once(node: Node) -> None:
+def test_count_gpus_names_all_unmet_needs_at_once(node: Node) -> None:
     for what in REMEDIES:
         node.take_away(what)
     with pytest.raises(devices.DeviceMistake, match=r"GRPO-108.*GRPO-109.*GRPO-110"):
         count_gpus(node.env, use_cpu=False)
 
 
-def test_a_machine_without_gpus_needs_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_needs_without_gpus_are_not_checked(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     for what in REMEDIES:
         node.take_away(what)
     node.shows(0, monkeypatch, cuda=None)
@@ -144,12 +144,12 @@ def test_a_machine_without_gpus_needs_nothing(node: Node, monkeypatch: pytest.Mo
         (None, OLD, True),
     ],
 )
-def test_drivers_by_branch(build: str | None, driver: str, fits: bool, node: Node) -> None:
+def test_unmet_needs_of_driver_branch_match_table(build: str | None, driver: str, fits: bool, node: Node) -> None:
     node.driver_file.unlink()
     assert (unmet_needs(build, node.env, driver=driver) == []) is fits
 
 
-def test_a_package_that_serves_a_newer_cuda(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmet_needs_with_newer_served_cuda_accepts_old_driver(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward compatibility: an old driver, and libcuda of a newer one beside it."""
     node.drive(OLD)
     monkeypatch.setattr(gpu_needs, "served_cuda", lambda: 13)
@@ -159,7 +159,7 @@ def test_a_package_that_serves_a_newer_cuda(node: Node, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("answer", "served"), [("*v = 13000; return 0;", 13), ("return 999;", 0), (None, 0)])
-def test_libcuda_is_asked(answer: str | None, served: int, tmp_path: Path) -> None:
+def test_served_cuda_returns_major_version_of_libcuda(answer: str | None, served: int, tmp_path: Path) -> None:
     env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
     if answer is None:
         (tmp_path / "libcuda.so.1").write_text("no library")
@@ -171,7 +171,7 @@ def test_libcuda_is_asked(answer: str | None, served: int, tmp_path: Path) -> No
     assert int(printed) == served
 
 
-def test_a_torch_that_sees_no_gpu_names_the_branch(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_count_gpus_without_gpu_names_driver_branch(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     node.shows(0, monkeypatch)
     node.drive(OLD)
     with pytest.raises(ValueError, match=rf"GRPO-101.*CUDA 13\.0 needs 580 or newer, and {OLD} is loaded"):
@@ -197,7 +197,9 @@ def test_a_torch_that_sees_no_gpu_names_the_branch(node: Node, monkeypatch: pyte
         (["mine"], "{bin}/mine", True),
     ],
 )
-def test_compilers(programs: list[str], cc: str | None, found: bool, node: Node) -> None:
+def test_unmet_needs_of_compiler_follow_cc_and_path(
+    programs: list[str], cc: str | None, found: bool, node: Node
+) -> None:
     node.take_away("compiler")
     for program in programs:
         node.install(program)
@@ -205,13 +207,13 @@ def test_compilers(programs: list[str], cc: str | None, found: bool, node: Node)
     assert (unmet_needs(BUILD, env) == []) is found
 
 
-def test_the_compiler_that_is_named_is_in_the_message(node: Node) -> None:
+def test_unmet_needs_with_missing_cc_names_it(node: Node) -> None:
     (found,) = unmet_needs(BUILD, node.env | {"CC": "icx"})
     assert f"CC=icx is no program on PATH={node.bin}" in found.what
 
 
 @pytest.mark.parametrize("variable", ["CPATH", "C_INCLUDE_PATH"])
-def test_a_header_where_compilers_look_too(variable: str, node: Node, tmp_path: Path) -> None:
+def test_unmet_needs_finds_header_on_include_paths(variable: str, node: Node, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     node.take_away("header")
@@ -223,7 +225,7 @@ def test_a_header_where_compilers_look_too(variable: str, node: Node, tmp_path: 
 
 
 @pytest.mark.parametrize("scheme", ["posix_local", "posix_prefix"])
-def test_the_folder_that_triton_asks_for(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_include_folder_in_any_scheme_is_posix_prefix(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian's own scheme is no scheme elsewhere."""
     monkeypatch.setattr(sysconfig, "get_default_scheme", lambda: scheme)
     assert gpu_needs._include_folder() == Path(sysconfig.get_path("include", "posix_prefix"))
@@ -233,7 +235,7 @@ def test_the_folder_that_triton_asks_for(scheme: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("value", "doubts"), [(None, False), ("0", True), (" 0 ", True), ("1", False), ("", False)])
-def test_legacy_ipc_is_warned_of(value: str | None, doubts: bool, node: Node) -> None:
+def test_nccl_doubt_with_cumem_disabled_warns_in_doctor(value: str | None, doubts: bool, node: Node) -> None:
     env = node.env | ({} if value is None else {"NCCL_CUMEM_ENABLE": value})
     doubt = nccl_doubt(env)
     found = examined(env).get("nccl memory")
@@ -245,7 +247,7 @@ def test_legacy_ipc_is_warned_of(value: str | None, doubts: bool, node: Node) ->
 
 
 @pytest.mark.parametrize(("backend", "warned"), [("auto", True), ("nccl", True), ("shm", False)])
-def test_legacy_ipc_is_warned_of_at_the_start(
+def test_engine_spec_with_nccl_cumem_disabled_logs_warning(
     backend: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
@@ -263,7 +265,7 @@ def no_libnuma(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_needs.ctypes, "CDLL", load)
 
 
-def test_engines_on_cpus_need_libnuma(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_engines_without_libnuma_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unmet_cpu_need() is None
     no_libnuma(monkeypatch)
     need = unmet_cpu_need()
@@ -274,7 +276,7 @@ def test_engines_on_cpus_need_libnuma(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse_unsupported({"args": None})
 
 
-def test_the_doctor_of_a_job_on_cpus_looks_for_libnuma(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_of_cpu_job_without_libnuma_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert examined({}, "--use_cpu")["cpu engines"].status is Status.PASS
     no_libnuma(monkeypatch)
     assert examined({}, "--use_cpu")["cpu engines"].status is Status.FAIL

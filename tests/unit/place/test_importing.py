@@ -12,7 +12,7 @@ from grpo.place.importing import importing
 from grpo.place.same_everywhere import built_for_another_torch
 
 
-def test_the_collector_rests_and_packages_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importing_pauses_gc_and_reads_packages_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
     monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: reads.append(1) or {})
     own = importlib.metadata.packages_distributions
@@ -28,7 +28,7 @@ def test_the_collector_rests_and_packages_are_read_once(monkeypatch: pytest.Monk
     assert reads == [1]
 
 
-def test_all_is_as_it_was_after_an_import_that_fails() -> None:
+def test_importing_after_import_error_restores_state() -> None:
     own = importlib.metadata.packages_distributions
     with pytest.raises(ImportError), importing():
         raise ImportError("no such library")
@@ -36,7 +36,7 @@ def test_all_is_as_it_was_after_an_import_that_fails() -> None:
     assert importlib.metadata.packages_distributions is own
 
 
-def test_a_collector_that_was_off_stays_off() -> None:
+def test_importing_with_gc_disabled_keeps_it_disabled() -> None:
     gc.disable()
     try:
         with importing():
@@ -46,7 +46,7 @@ def test_a_collector_that_was_off_stays_off() -> None:
         gc.enable()
 
 
-def test_packages_that_do_not_fit_torch_are_named_where_an_import_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importing_after_import_error_names_unfit_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """As pip leaves them behind on a machine without GPUs; transformers says "Could not import module" of any class."""
     looks = partial(built_for_another_torch, {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}.get)
     monkeypatch.setattr("grpo.place.importing.built_for_another_torch", looks)
@@ -71,8 +71,6 @@ print(gc.get_freeze_count() >= 1000)
 
 
 @pytest.mark.parametrize(("before", "is_frozen"), [((), True), (("torch",), False)])
-def test_the_collector_leaves_out_what_is_there_unless_torch_was_before(
-    before: tuple[str, ...], is_frozen: bool
-) -> None:
+def test_importing_freezes_gc_objects_unless_torch_was_loaded(before: tuple[str, ...], is_frozen: bool) -> None:
     run = [sys.executable, "-c", COUNTED.format(before=before)]
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.split() == [str(is_frozen)]

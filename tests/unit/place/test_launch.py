@@ -11,20 +11,20 @@ from tests.support.made_up_jobs import launch, torchrun_env
 # --- the launcher's variables
 
 
-def test_no_launcher_is_one_process():
+def test_read_launch_without_launcher_is_one_process():
     assert read_launch({"PATH": "/bin", "RANK": ""}) == Launch(
         rank=0, world_size=1, local_rank=0, local_world_size=1, node=0, num_nodes=1, launched=False
     )
 
 
 @pytest.mark.parametrize("group", [{}, {"GROUP_RANK": None, "GROUP_WORLD_SIZE": None}, {"GROUP_WORLD_SIZE": None}])
-def test_torchrun_variables(group):
+def test_read_launch_of_torchrun_variables_gives_ranks_and_nodes(group):
     assert read_launch(torchrun_env(9, 28, 7, **group)) == Launch(
         rank=9, world_size=28, local_rank=2, local_world_size=7, node=1, num_nodes=4, launched=True
     )
 
 
-def test_nodes_of_different_size_are_left_to_check_nodes():
+def test_read_launch_with_uneven_nodes_accepts_them():
     result = read_launch(torchrun_env(9, 15, 7, GROUP_RANK=1, GROUP_WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=8))
     assert (result.node, result.num_nodes, result.local_world_size) == (1, 2, 8)
 
@@ -46,7 +46,7 @@ def test_nodes_of_different_size_are_left_to_check_nodes():
         ({"GROUP_RANK": None, "LOCAL_RANK": 3}, "RANK modulo LOCAL_WORLD_SIZE"),
     ],
 )
-def test_incomplete_or_contradicting_variables(changes, message):
+def test_read_launch_with_bad_variables_raises(changes, message):
     with pytest.raises(ValueError, match=message):
         read_launch(torchrun_env(9, 14, 7, **changes))
 
@@ -82,7 +82,7 @@ def no_default_config(monkeypatch, tmp_path):
         (["--num_machines", "2"], (None, 2)),
     ],
 )
-def test_accelerate_request_is_what_accelerate_makes_of_it(options, expected, config):
+def test_accelerate_request_matches_accelerate(options, expected, config):
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     arguments = [option.replace("CONFIG", config) for option in options]
@@ -105,7 +105,7 @@ def test_accelerate_request_is_what_accelerate_makes_of_it(options, expected, co
         ["python3", "-m", "accelerate.commands.accelerate_cli", "launch"],
     ],
 )
-def test_forms_of_the_accelerate_command(command):
+def test_accelerate_request_reads_all_command_forms(command):
     assert accelerate_request([*command, "--num_processes", "7", "--num_machines", "2", "train.py"]) == (7, 2)
 
 
@@ -121,12 +121,12 @@ def test_forms_of_the_accelerate_command(command):
         ["accelerate", "launch", "--num_processes", "seven", "train.py"],
     ],
 )
-def test_other_commands(command, capsys):
+def test_accelerate_request_of_other_commands_is_none(command, capsys):
     assert accelerate_request(command) == (None, None)
     capsys.readouterr()
 
 
-def test_default_config_and_lost_config(tmp_path, config):
+def test_accelerate_request_reads_default_config_and_skips_lost_one(tmp_path, config):
     (tmp_path / "default_config.yaml").write_text(Path(config).read_text())
     assert accelerate_request(["accelerate", "launch", "train.py"]) == (30, 4)
     assert accelerate_request(["accelerate", "launch", "--cpu", "train.py"]) == (None, None)
@@ -137,18 +137,18 @@ def test_default_config_and_lost_config(tmp_path, config):
     )
 
 
-def test_floored_num_processes():
+def test_check_accelerate_request_with_floored_processes_raises():
     with pytest.raises(ValueError, match=r"7 processes .* 28 in all \[GRPO-104\].*: 28 or 32 "):
         check_accelerate_request(30, 4, launch(0, 28, 7))
     for request in [(28, 4), (7, 1), (None, None), (None, 4), (30, None)]:
         check_accelerate_request(*request, launch(0, 28, 7))
 
 
-def test_parent_argv():
+def test_parent_argv_matches_proc_cmdline():
     argv = parent_argv()
     assert argv == Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
 
 
-def test_parent_argv_unreadable(monkeypatch):
+def test_parent_argv_when_unreadable_is_empty(monkeypatch):
     monkeypatch.setattr(os, "getppid", lambda: 2**30)
     assert parent_argv() == []

@@ -42,7 +42,7 @@ def read(path: Path) -> list[tuple[str, ...]]:
     return [match.groups() for match in found if match]
 
 
-def test_lines_wait_for_the_folder_and_name_process_and_thread(log: logging.Logger, tmp_path: Path) -> None:
+def test_log_file_keeps_early_lines_and_names_process_and_thread(log: logging.Logger, tmp_path: Path) -> None:
     file, path = attached(log), tmp_path / "logs" / "rank-node1-3.attempt-2.log"
     log.info("before %s", "it")
     assert not list(tmp_path.iterdir())
@@ -57,7 +57,7 @@ def test_lines_wait_for_the_folder_and_name_process_and_thread(log: logging.Logg
     ]
 
 
-def test_an_error_keeps_its_lines_together(log: logging.Logger, tmp_path: Path) -> None:
+def test_log_file_with_exception_keeps_its_lines_together(log: logging.Logger, tmp_path: Path) -> None:
     file, path = attached(log), tmp_path / "rank-node0-0.attempt-0.log"
     file.open(path)
     try:
@@ -73,7 +73,7 @@ def test_an_error_keeps_its_lines_together(log: logging.Logger, tmp_path: Path) 
     assert "'%d' cannot be formatted: TypeError" in others[-1]
 
 
-def test_another_run_of_the_process_has_a_file_of_its_own(log: logging.Logger, tmp_path: Path) -> None:
+def test_log_file_opened_again_writes_to_new_path(log: logging.Logger, tmp_path: Path) -> None:
     file, paths = attached(log), [tmp_path / f"rank-node0-0.attempt-{attempt}.log" for attempt in (0, 1)]
     for number, path in enumerate(paths):
         file.open(path)
@@ -82,7 +82,7 @@ def test_another_run_of_the_process_has_a_file_of_its_own(log: logging.Logger, t
     assert [read(path)[0][-1] for path in paths] == ["run 0", "run 1"]
 
 
-def test_a_file_that_hangs_holds_nobody_and_what_is_dropped_is_counted(log: logging.Logger, tmp_path: Path) -> None:
+def test_log_file_on_hung_path_drops_and_counts_records(log: logging.Logger, tmp_path: Path) -> None:
     """A pipe that nobody reads hangs in `open`, as a file on a server that does not answer does."""
     file, path = attached(log, max_waiting=10), tmp_path / "rank-node0-0.attempt-0.log"
     os.mkfifo(path)
@@ -112,7 +112,7 @@ def test_a_file_that_hangs_holds_nobody_and_what_is_dropped_is_counted(log: logg
         time.sleep(0.01)
 
 
-def test_a_folder_that_cannot_be_written_costs_records_alone(log: logging.Logger, tmp_path: Path) -> None:
+def test_log_file_in_unwritable_folder_counts_lost_and_recovers(log: logging.Logger, tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("no folder")
     file, path = attached(log), tmp_path / "logs" / "rank-node0-0.attempt-0.log"
     file.open(path)
@@ -127,7 +127,7 @@ def test_a_folder_that_cannot_be_written_costs_records_alone(log: logging.Logger
     assert file.flush_within(DEADLINE_S)
 
 
-def test_a_forked_child_writes_to_the_same_file_under_its_own_pid(log: logging.Logger, tmp_path: Path) -> None:
+def test_log_file_after_fork_marks_lines_with_child_pid(log: logging.Logger, tmp_path: Path) -> None:
     file, path = attached(log), tmp_path / "engine-node0-0.attempt-0.log"
     file.open(path)
     log.info("of the parent")
@@ -146,7 +146,7 @@ def test_a_forked_child_writes_to_the_same_file_under_its_own_pid(log: logging.L
     ]
 
 
-def test_a_signal_handler_may_log_while_its_thread_does(log: logging.Logger, tmp_path: Path) -> None:
+def test_log_file_in_signal_handler_keeps_all_records(log: logging.Logger, tmp_path: Path) -> None:
     file, path = attached(log), tmp_path / "rank-node0-0.attempt-0.log"
     file.open(path)
     before = signal.signal(signal.SIGALRM, lambda *_: log.info("signal"))
@@ -173,13 +173,13 @@ def test_a_signal_handler_may_log_while_its_thread_does(log: logging.Logger, tmp
         ("trainer=INFO", {"grpo.trainer": logging.INFO}),
     ],
 )
-def test_the_variable_turns_packages_to_a_level(value: str, levels: dict[str, int]) -> None:
+def test_grpo_log_variable_sets_package_levels(value: str, levels: dict[str, int]) -> None:
     check_log_variable({"GRPO_LOG": value})
     assert _levels({"GRPO_LOG": value}) == (levels, "")
 
 
 @pytest.mark.parametrize("value", ["wieghts", "weights=loud", "debug,../../etc"])
-def test_a_word_of_the_variable_that_is_none_is_named(value: str) -> None:
+def test_grpo_log_variable_with_unknown_word_raises(value: str) -> None:
     with pytest.raises(ValueError, match=r"is neither a level .* nor one of the packages .*weights.*GRPO_LOG=debug"):
         check_log_variable({"GRPO_LOG": value})
 
@@ -218,7 +218,7 @@ def run_script(folder: Path, *, own: str = "", **env: str) -> tuple[list[str], l
 
 
 @pytest.mark.parametrize("own", ["", BASIC_CONFIG], ids=["plain", "basicConfig"])
-def test_a_script_shows_each_line_once(own: str, tmp_path: Path) -> None:
+def test_show_log_prints_each_line_once(own: str, tmp_path: Path) -> None:
     shown, written = run_script(tmp_path, own=own)
     ours = [line for line in shown if "the script's own" not in line]
     assert ours == ["[grpo] a line for the user", "[grpo] a warning", "[grpo] of any rank"]
@@ -228,7 +228,7 @@ def test_a_script_shows_each_line_once(own: str, tmp_path: Path) -> None:
     assert written == ["a line for the user", "for the file", "a warning", "of any rank"]
 
 
-def test_other_ranks_show_what_is_marked_alone_and_one_variable_writes_details(tmp_path: Path) -> None:
+def test_show_log_on_other_ranks_prints_marked_lines_alone(tmp_path: Path) -> None:
     rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     shown, written = run_script(tmp_path, GRPO_LOG="weights", **rank)
     assert [line for line in shown if line.startswith("[grpo]")] == ["[grpo] of any rank"]
@@ -246,7 +246,7 @@ logging.getLogger("grpo.faults.watch").info("phase 1")
 """
 
 
-def test_a_process_that_ends_itself_waits_for_its_log_a_moment(tmp_path: Path) -> None:
+def test_flush_log_before_exit_waits_bounded_time(tmp_path: Path) -> None:
     ends = HANGS + "from grpo.place.log import flush_log\nflush_log()\nos._exit(3)\n"
     for name, script in (("hangs", ends), ("goes", ends.replace("os.mkfifo(path)", ""))):
         (folder := tmp_path / name).mkdir()
@@ -257,7 +257,7 @@ def test_a_process_that_ends_itself_waits_for_its_log_a_moment(tmp_path: Path) -
     assert read(tmp_path / "goes" / "rank-node0-0.attempt-0.log")[-1][-1] == "phase 1"
 
 
-def test_a_process_ends_although_its_log_hangs_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_exit_with_hung_log_reports_missing_records(tmp_path: Path) -> None:
     begun = time.monotonic()
     command = [sys.executable, "-c", HANGS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -6,7 +6,7 @@ import warnings
 from grpo.place.importing import quiet
 
 
-def test_named_messages_alone_are_silenced() -> None:
+def test_quiet_silences_named_messages_alone() -> None:
     logger = logging.getLogger("DeepSpeed")
     before = len(logger.filters)
     quiet()
@@ -20,7 +20,7 @@ def test_named_messages_alone_are_silenced() -> None:
     assert passes("something else")
 
 
-def test_accelerates_own_count_of_accumulation_steps_is_silenced_alone() -> None:
+def test_quiet_silences_accumulation_mismatch_of_default_alone() -> None:
     """transformers hands accelerate none; a config file that says another number than the arguments is an error."""
     quiet()
     logger = logging.getLogger("accelerate.accelerator")
@@ -33,7 +33,7 @@ def test_accelerates_own_count_of_accumulation_steps_is_silenced_alone() -> None
     assert passes(line.format(4))
 
 
-def test_named_warnings_alone_are_silenced() -> None:
+def test_quiet_silences_named_warnings_alone() -> None:
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         quiet()

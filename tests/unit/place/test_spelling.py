@@ -18,5 +18,5 @@ FLAGS = ["--delta", "--help", "--model_name_or_path", "--learning_rate", "--max_
         ("", None),
     ],
 )
-def test_a_beginning_counts_before_what_is_as_long(name: str, meant: str | None) -> None:
+def test_did_you_mean_prefers_prefix_matches(name: str, meant: str | None) -> None:
     assert did_you_mean(name, FLAGS) == (f" (did you mean {meant}?)" if meant else "")

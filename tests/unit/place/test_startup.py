@@ -10,7 +10,7 @@ from grpo.place import startup
 from grpo.place.startup import StartupClock
 
 
-def test_the_clock_tells_once_what_came_when(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_clock_reports_times_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ages = iter([18.0, 33.0, 40.0])
     monkeypatch.setattr(startup, "process_age_s", lambda: next(ages))
     clock = StartupClock()
@@ -28,7 +28,7 @@ def test_the_clock_tells_once_what_came_when(monkeypatch: pytest.MonkeyPatch) ->
     assert clock.first_step() == {}
 
 
-def test_a_process_knows_its_age_before_python_ran_a_line() -> None:
+def test_process_age_counts_from_process_start() -> None:
     code = "import time; time.sleep(1); from grpo.place.startup import process_age_s; print(process_age_s())"
     began = time.monotonic()
     age_s = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout)

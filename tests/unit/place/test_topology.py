@@ -12,7 +12,7 @@ from grpo.place.topology import read_topology
 from tests.support.made_up_jobs import EIGHT, launch, plan, torchrun_env
 
 
-def test_last_devices_are_reserved():
+def test_topology_reserves_last_devices():
     node = plan(launch(rank=8, world_size=14))
     assert node.devices == EIGHT
     assert node.reserved_devices == ("7",)
@@ -22,7 +22,7 @@ def test_last_devices_are_reserved():
     assert pickle.loads(pickle.dumps(node)) == node
 
 
-def test_several_engines_with_tensor_parallel():
+def test_topology_with_tensor_parallel_groups_engine_devices():
     devices = tuple(f"GPU-{c}" for c in "abcdefgh")
     node = plan(launch(0, 4, 4), devices, reserved=4, size=2, engines=2, num_attention_heads=8, num_key_value_heads=1)
     assert node.engines == (("GPU-e", "GPU-f"), ("GPU-g", "GPU-h"))
@@ -30,7 +30,7 @@ def test_several_engines_with_tensor_parallel():
     assert plan(launch(0, 4, 4), size=4).engines == (("4", "5", "6", "7"),)
 
 
-def test_cpu():
+def test_topology_without_gpus_has_engines_without_devices():
     node = plan(launch(0, 2, 2), ())
     assert (node.devices, node.reserved_devices, node.engines) == ((), (), ((),))
     assert plan(launch(0, 2, 2), (), engines=3, size=2, reserved=0).engines == ((), (), ())
@@ -38,7 +38,7 @@ def test_cpu():
         plan(launch(0, 2, 2), (), reserved=1)
 
 
-def test_the_error_works_out_the_number_to_write():
+def test_topology_with_wrong_process_count_names_right_one():
     with pytest.raises(ValueError, match=r"4 nodes x 8 GPUs with 1 reserved leave 28 .*GRPO-103") as error:
         plan(launch(0, 32, 8))
     assert "num_processes is 32" in str(error.value)
@@ -67,7 +67,7 @@ def test_the_error_works_out_the_number_to_write():
         (1, 1, 1, {}, "GRPO-102"),
     ],
 )
-def test_placements_that_cannot_work(ranks, nodes, gpus, kwargs, message):
+def test_topology_of_impossible_placement_raises(ranks, nodes, gpus, kwargs, message):
     with pytest.raises(ValueError, match=message):
         plan(launch(0, ranks * nodes, ranks), EIGHT[:gpus], **kwargs)
 
@@ -75,19 +75,19 @@ def test_placements_that_cannot_work(ranks, nodes, gpus, kwargs, message):
 @pytest.mark.parametrize(
     ("heads", "kv", "sizes"), [(14, 2, "1 or 2 or 14"), (14, None, "1 or 2 or 7 or 14"), (6, 3, "1 or 3 or 6")]
 )
-def test_heads_that_tensor_parallel_does_not_divide(heads, kv, sizes):
+def test_topology_with_indivisible_heads_names_valid_sizes(heads, kv, sizes):
     with pytest.raises(ValueError, match=f"GRPO-105.*to {sizes}$"):
         plan(launch(0, 4, 4), size=4, num_attention_heads=heads, num_key_value_heads=kv)
 
 
-def test_key_value_heads_are_split_or_copied():
+def test_topology_with_few_key_value_heads_splits_or_copies_them():
     for kv in (1, 2, 4, 8):
         assert plan(launch(0, 4, 4), size=4, num_attention_heads=32, num_key_value_heads=kv).num_engines == 1
     with pytest.raises(ValueError, match="6 key-value heads"):
         plan(launch(0, 4, 4), size=4, num_attention_heads=12, num_key_value_heads=6)
 
 
-def test_idle_gpus_warn_once_per_node():
+def test_topology_with_idle_gpus_warns_once_per_node():
     with pytest.warns(UserWarning, match="3 of the 8 GPUs of n0 stay idle: 4 train and 1 are reserved"):
         node = plan(launch(0, 4, 4), reserved=1)
     assert node.engines == (("7",),)
@@ -97,7 +97,7 @@ def test_idle_gpus_warn_once_per_node():
         plan(launch(0, 7, 7))
 
 
-def test_without_a_launcher():
+def test_topology_without_launcher_takes_two_gpus_or_raises():
     alone = read_launch({})
     node = plan(alone, ("3", "5"))
     assert (node.local_world_size, node.engines) == (1, (("5",),))
@@ -119,7 +119,7 @@ def test_without_a_launcher():
 SETTINGS = {"reserved_gpus": None, "tensor_parallel_size": 1, "engines_per_node": None}
 
 
-def test_read_topology(monkeypatch):
+def test_read_topology_matches_visible_devices_and_rank(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -132,7 +132,7 @@ def test_read_topology(monkeypatch):
     assert read_topology(use_cpu=True, env=env, **SETTINGS).devices == ()
 
 
-def test_read_topology_looks_at_accelerate(monkeypatch):
+def test_read_topology_with_floored_accelerate_request_raises(monkeypatch):
     import grpo.place.topology
 
     command = [

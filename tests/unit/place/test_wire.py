@@ -38,11 +38,11 @@ REPORTED: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("value", "kind"), REPORTED)
-def test_a_value_comes_as_it_was(value: Any, kind: Any) -> None:
+def test_wire_round_trip_keeps_value(value: Any, kind: Any) -> None:
     assert from_json(to_json(value, kind), kind) == value
 
 
-def test_a_request_comes_with_its_tokens() -> None:
+def test_wire_round_trip_of_request_keeps_tokens() -> None:
     request = Request(token_ids=np.array([5, 6]), n=2, seed=2**62 + 1)  # int64, as numpy makes them
     kind = dict[int, list[Request]]
     (came,) = from_json(to_json({1: [request]}, kind), kind)[1]
@@ -50,7 +50,7 @@ def test_a_request_comes_with_its_tokens() -> None:
     assert (came.token_ids.tolist(), came.n, came.seed) == ([5, 6], 2, 2**62 + 1)
 
 
-def test_a_gap_that_is_no_number_comes_too() -> None:
+def test_wire_round_trip_of_nan_and_infinity_keeps_them() -> None:
     reported = WeightSyncReport(
         total_s=1, gather_s=1, send_s=1, num_bytes=1, gap=LogprobGap(mean=math.nan, max=math.inf, judged=0.5)
     )
@@ -60,6 +60,6 @@ def test_a_gap_that_is_no_number_comes_too() -> None:
 
 
 @pytest.mark.parametrize("said", ["", "[]", '{"for_good": 3}', '{"more": 1}', "\x80\x04K\x01."])
-def test_anything_else_is_refused(said: str) -> None:
+def test_from_json_of_other_text_raises(said: str) -> None:
     with pytest.raises(ValueError, match="of this version"):
         from_json(said, Stalled)

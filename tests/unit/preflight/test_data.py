@@ -33,7 +33,7 @@ def prompts_of(lengths: list[int]) -> list[str]:
     return ["1" * length for length in lengths]
 
 
-def test_every_stored_prompt_counts(tokenizer: Any, args: GRPOConfig) -> None:
+def test_check_prompt_lengths_counts_every_stored_prompt(tokenizer: Any, args: GRPOConfig) -> None:
     lengths = [3, 89, 30, 95, 4, 90]
     check_prompt_lengths(Dataset.from_dict({"prompt": prompts_of(lengths[:3])}), tokenizer, args)
     with pytest.raises(ValueError, match=r"2 of 6 prompts .* row 3 has 95 .* longest 95.*GRPO-208.*set it to 105 "):
@@ -44,13 +44,13 @@ def test_every_stored_prompt_counts(tokenizer: Any, args: GRPOConfig) -> None:
         check_prompt_lengths(Dataset.from_dict({"prompt": chats}), tokenizer, args)
 
 
-def test_the_first_prompt_leaves_space_for_a_token(tokenizer: Any, args: GRPOConfig) -> None:
+def test_prompt_ids_without_space_for_one_token_raises(tokenizer: Any, args: GRPOConfig) -> None:
     assert len(prompt_ids({"prompt": "1" * 89}, tokenizer, args)) == 89
     with pytest.raises(ValueError, match=r"has 90 tokens, but vllm_max_model_length, .* is 90: set .* to 100 or more"):
         prompt_ids({"prompt": "1" * 90}, tokenizer, args)
 
 
-def test_a_template_that_leaves_plain_text_out_is_refused(tokenizer: Any, args: GRPOConfig) -> None:
+def test_prompt_ids_with_template_dropping_text_raises(tokenizer: Any, args: GRPOConfig) -> None:
     """As LLaVA's does: in a string no part has a type."""
     tokenizer.chat_template = (
         "{% for m in messages %}USER: {% for p in m['content'] | selectattr('type', 'equalto', 'text') %}"
@@ -65,7 +65,7 @@ def test_a_template_that_leaves_plain_text_out_is_refused(tokenizer: Any, args: 
 
 
 @pytest.mark.parametrize("kind", ["video", "audio"])
-def test_a_part_that_is_neither_text_nor_image_is_refused(kind: str) -> None:
+def test_first_row_with_video_or_audio_raises(kind: str) -> None:
     rows = [{"prompt": [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "1+1="}]}]}]
     with pytest.raises(
         ValueError, match=rf"has a part of type '{kind}' \[GRPO-214\]: local mode takes text and images"
@@ -83,7 +83,7 @@ def times(a: int, b: int) -> int:
     return a * b
 
 
-def test_tools_take_space_too(tokenizer: Any, args: GRPOConfig) -> None:
+def test_prompt_lengths_include_tools(tokenizer: Any, args: GRPOConfig) -> None:
     tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name * 10 }}{% endfor %}" + TEMPLATE
     rows = [{"prompt": [{"role": "user", "content": "1" * length}]} for length in (3, 60)]
     assert len(prompt_ids(rows[0], tokenizer, args, [times])) == 3 + 1 + 10 * len("times")
@@ -92,7 +92,7 @@ def test_tools_take_space_too(tokenizer: Any, args: GRPOConfig) -> None:
         check_prompt_lengths(Dataset.from_list(rows), tokenizer, args, [times])
 
 
-def test_only_what_may_be_too_long_is_tokenized(
+def test_check_prompt_lengths_tokenizes_long_candidates_alone(
     tokenizer: Any, args: GRPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
@@ -105,7 +105,7 @@ def test_only_what_may_be_too_long_is_tokenized(
     assert not seen
 
 
-def test_the_first_ones_of_what_is_streamed_or_made_on_the_fly(
+def test_check_prompt_lengths_of_streams_samples_first_rows(
     tokenizer: Any, args: GRPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data, "SAMPLED_ROWS", 2)

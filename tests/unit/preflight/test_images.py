@@ -41,19 +41,21 @@ def inputs(llava: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.mark.parametrize("where", ["image", "images", "messages"])
 @pytest.mark.parametrize("without", [[], [0], [0, 1, 2]])
-def test_images_are_found_wherever_trl_takes_them(where: str, without: list[int], inputs: Callable) -> None:
+def test_takes_images_with_images_wherever_trl_accepts_them_is_true(
+    where: str, without: list[int], inputs: Callable
+) -> None:
     """Also where the first row has none: the columns, or the types of the messages' parts, say that others may."""
     assert takes_images(inputs(pictured(TEXTS, where, without=without)))
 
 
-def test_text_has_none(inputs: Callable) -> None:
+def test_takes_images_with_text_prompts_is_false(inputs: Callable) -> None:
     assert not takes_images(inputs(TEXT))
     assert not takes_images(inputs(Dataset.from_dict({"prompt": [[{"role": "user", "content": "1+1="}]]})))
     parts = [{"type": "text", "text": "1+1="}]
     assert not takes_images(inputs(Dataset.from_dict({"prompt": [[{"role": "user", "content": parts}]]})))
 
 
-def test_those_of_an_evaluation_count(inputs: Callable) -> None:
+def test_takes_images_with_images_in_eval_dataset_is_true(inputs: Callable) -> None:
     multi_turn = pictured(TEXTS, "image").remove_columns("image")
     assert takes_images(inputs(multi_turn, eval_dataset={"one": TEXT, "two": pictured(TEXTS, "images")}))
 
@@ -72,19 +74,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_go_with_images_is_refused_by_name(case: str, inputs: Callable) -> None:
+def test_takes_images_with_incompatible_setting_raises(case: str, inputs: Callable) -> None:
     given, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         takes_images(inputs(**{"train_dataset": pictured(TEXTS, "image"), **given}))
 
 
-def test_a_tokenizer_does_not_stand_in_for_a_processor(inputs: Callable, llava: Path) -> None:
+def test_takes_images_with_tokenizer_as_processing_class_raises(inputs: Callable, llava: Path) -> None:
     with pytest.raises(ValueError, match=r"processing_class is a tokenizer .*give the model's processor"):
         takes_images(inputs(pictured(TEXTS, "image"), processing_class=AutoTokenizer.from_pretrained(llava)))
     assert takes_images(inputs(pictured(TEXTS, "image"), processing_class=AutoProcessor.from_pretrained(llava)))
 
 
-def test_a_model_of_text_takes_no_images(inputs: Callable, tmp_path: Path) -> None:
+def test_takes_images_with_text_only_model_refuses_images(inputs: Callable, tmp_path: Path) -> None:
     """Of messages the first row alone decides then: other data sets have the same types by chance."""
     model = str(save_tiny_model("qwen3-tied", tmp_path / "text"))
     with pytest.raises(ValueError, match=r"column 'image', but the model, a Qwen3ForCausalLM, takes text alone"):
@@ -92,7 +94,7 @@ def test_a_model_of_text_takes_no_images(inputs: Callable, tmp_path: Path) -> No
     assert not takes_images(inputs(pictured(TEXTS, "messages", without=[0]), model=model))
 
 
-def test_a_checkpoint_without_a_processor_is_named(inputs: Callable, llava: Path, tmp_path: Path) -> None:
+def test_load_processor_without_processor_files_names_checkpoint(inputs: Callable, llava: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):

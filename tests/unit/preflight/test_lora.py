@@ -43,7 +43,7 @@ def lora(**settings: Any) -> LoraConfig:
         ("qwen3-moe", {}, False, "models with experts needs a GPU"),
     ],
 )
-def test_what_vllm_can_hold_travels_alone(
+def test_choose_lora_way_follows_vllm_support(
     family: str, settings: dict, has_gpus: bool, why: str, folders: dict[str, str], tmp_path: Path
 ) -> None:
     config = lora(**settings)
@@ -59,7 +59,7 @@ def test_what_vllm_can_hold_travels_alone(
     assert asked.way == "merge"
 
 
-def test_an_engine_has_space_for_the_largest_rank(folders: dict[str, str], tmp_path: Path) -> None:
+def test_lora_slot_engine_args_round_rank_up(folders: dict[str, str], tmp_path: Path) -> None:
     config = lora(r=9, target_modules=["o_proj", "q_proj"])
     choice = choose_lora(folders["llama-untied"], config, None, args_of(tmp_path), has_gpus=False)
     assert choice is not None
@@ -87,14 +87,14 @@ def test_an_engine_has_space_for_the_largest_rank(folders: dict[str, str], tmp_p
         ("llama-untied", lora(), {"sync_ref_model": True, "beta": 0.1}, "sync_ref_model: .*without its adapter"),
     ],
 )
-def test_what_neither_way_serves_is_named(
+def test_choose_lora_with_unsupported_config_raises(
     family: str, config: Any, settings: dict, reported: str, folders: dict[str, str], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=reported):
         choose_lora(folders[family], config, None, args_of(tmp_path, **settings), has_gpus=False)
 
 
-def test_a_model_that_is_wrapped_already(folders: dict[str, str], tmp_path: Path) -> None:
+def test_choose_lora_with_peft_model_reads_its_layers(folders: dict[str, str], tmp_path: Path) -> None:
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["llama-untied"], dtype=torch.float32), lora())
     choice = choose_lora(model, None, None, args_of(tmp_path), has_gpus=False)
     assert choice is not None
@@ -103,13 +103,13 @@ def test_a_model_that_is_wrapped_already(folders: dict[str, str], tmp_path: Path
         choose_lora(model, lora(), None, args_of(tmp_path), has_gpus=False)
 
 
-def test_dropout(folders: dict[str, str], tmp_path: Path) -> None:
+def test_choose_lora_with_dropout_warns(folders: dict[str, str], tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"lora_dropout is 0\.1: .*noise in the importance ratio"):
         choose_lora(folders["llama-untied"], lora(lora_dropout=0.1), None, args_of(tmp_path), has_gpus=False)
     assert choose_lora(folders["llama-untied"], None, None, args_of(tmp_path), has_gpus=False) is None
 
 
-def test_adapters_that_cannot_be_trained_or_saved(folders: dict[str, str], tmp_path: Path) -> None:
+def test_choose_lora_with_misnamed_or_frozen_adapter_raises(folders: dict[str, str], tmp_path: Path) -> None:
     def wrapped(name: str = "default") -> Any:
         plain = AutoModelForCausalLM.from_pretrained(folders["llama-untied"], dtype="float32")
         return get_peft_model(plain, lora(), adapter_name=name)
@@ -122,7 +122,7 @@ def test_adapters_that_cannot_be_trained_or_saved(folders: dict[str, str], tmp_p
         choose_lora(frozen, None, None, args_of(tmp_path), has_gpus=False)
 
 
-def test_the_bases_revision_is_written_down(tmp_path: Path) -> None:
+def test_with_revision_fills_in_missing_base_revision(tmp_path: Path) -> None:
     args = args_of(tmp_path, model_init_kwargs={"revision": "v2"})
     given = lora()
     found = with_revision(given, args)
@@ -133,7 +133,7 @@ def test_the_bases_revision_is_written_down(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", WITHOUT_LORA)
-def test_architectures_without_lora_are_vllms(architecture: str) -> None:
+def test_without_lora_list_matches_vllm_source(architecture: str) -> None:
     """By its source, which takes no second to read."""
     package = Path(importlib.util.find_spec("vllm").origin).parent / "model_executor" / "models"  # type: ignore[arg-type,union-attr]
     (name,) = re.findall(rf'"{architecture}": \("\w+", "(\w+)"\)', (package / "registry.py").read_text())

@@ -57,14 +57,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_no_engine_could_hold_is_refused(case: str) -> None:
+def test_four_bits_of_unsupported_config_raises(case: str) -> None:
     asked, settings, reported = REFUSED[case]
     with pytest.raises(ValueError, match=reported):
         four_bits_of(asked, torch.bfloat16, **{"has_adapter": True, "zero3": False, **settings})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_layers_compute_in_the_engines_dtype(dtype: torch.dtype) -> None:
+def test_four_bits_of_config_sets_engine_dtype(dtype: torch.dtype) -> None:
     given = four_bits(bnb_4bit_quant_type="nf4")
     found = four_bits_of(given, dtype, has_adapter=True, zero3=False)
     assert (found.bnb_4bit_compute_dtype, found.bnb_4bit_quant_type) == (dtype, "nf4")
@@ -74,7 +74,7 @@ def test_layers_compute_in_the_engines_dtype(dtype: torch.dtype) -> None:
     assert four_bits_of(asked.to_dict(), dtype, has_adapter=True, zero3=False).to_dict() == asked.to_dict()
 
 
-def test_a_trainer_takes_it_in_either_place(tiny_model: Path, tmp_path: Path) -> None:
+def test_settle_quantisation_accepts_argument_or_model_init_kwargs(tiny_model: Path, tmp_path: Path) -> None:
     said = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
     inside = settled(tmp_path, str(tiny_model), None, model_init_kwargs={"quantization_config": said, "dtype": "auto"})
     assert inside["quantization_config"].bnb_4bit_use_double_quant
@@ -86,7 +86,7 @@ def test_a_trainer_takes_it_in_either_place(tiny_model: Path, tmp_path: Path) ->
         settled(tmp_path, str(tiny_model), four_bits(), model_init_kwargs={"quantization_config": said})
 
 
-def test_the_trainer_refuses_it_before_engines_start(tiny_model: Path, tmp_path: Path) -> None:
+def test_trainer_with_unsupported_quantisation_raises(tiny_model: Path, tmp_path: Path) -> None:
     def trainer(**arguments: Any) -> None:
         given = {"model": str(tiny_model), "args": args_of(tmp_path), "peft_config": LORA, **arguments}
         GRPOTrainer(**given, reward_funcs=print, train_dataset=DATA)
@@ -99,7 +99,7 @@ def test_the_trainer_refuses_it_before_engines_start(tiny_model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "bitsandbytes"])
-def test_checkpoints_whose_weights_are_quantised(method: str, tmp_path: Path) -> None:
+def test_settle_quantisation_with_quantised_checkpoint_raises(method: str, tmp_path: Path) -> None:
     folder = save_tiny_model("llama-untied", tmp_path / "model")
     settings = json.loads((folder / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": method, "bits": 4, "load_in_4bit": True}
@@ -110,7 +110,7 @@ def test_checkpoints_whose_weights_are_quantised(method: str, tmp_path: Path) ->
     check_own_quantisation(None)
 
 
-def test_a_model_that_is_loaded_in_four_bits(tiny_model: Path, tmp_path: Path) -> None:
+def test_settle_quantisation_with_model_in_four_bits_requires_adapter(tiny_model: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model, quantization_config=four_bits())
     with pytest.raises(ValueError, match="without peft_config"):
         settled(tmp_path, model, None, lora=None)
@@ -130,7 +130,7 @@ def test_a_model_that_is_loaded_in_four_bits(tiny_model: Path, tmp_path: Path) -
         ({}, {}, True, "this engine computes in float32"),
     ],
 )
-def test_adapters_on_four_bits_are_never_merged(
+def test_choose_lora_on_four_bits_refuses_merge(
     settings: dict, lora: dict, has_gpus: bool, why: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     config = LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **lora})
@@ -147,12 +147,12 @@ def test_adapters_on_four_bits_are_never_merged(
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq_marlin", "AWQ"])
-def test_engines_that_need_calibration_are_refused(method: str, tmp_path: Path) -> None:
+def test_config_with_awq_or_gptq_engine_raises(method: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"quantization '{method.lower()}' \[GRPO-419\]: AWQ and GPTQ"):
         args_of(tmp_path, vllm_engine_kwargs={"quantization": method})
 
 
-def test_engines_that_round_what_they_get_are_for_gpus(tmp_path: Path) -> None:
+def test_fp8_engine_raises_on_cpu_and_warns_on_gpu(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'fp8', which vLLM has for GPUs alone"):
         args_of(tmp_path, vllm_engine_kwargs={"quantization": "fp8"})
     with pytest.warns(UserWarning, match="'fp8': .* has not been tried on a GPU"):

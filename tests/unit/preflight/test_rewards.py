@@ -23,7 +23,7 @@ def tried(func: Any, tmp_path: Path, row: dict[str, Any] = ROW, **settings: Any)
     return try_rewards(func, row, [1, 2, 3], args)
 
 
-def test_a_function_gets_what_trl_passes(tmp_path: Path) -> None:
+def test_try_rewards_passes_arguments_of_trl(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
     def score(**kwargs: Any) -> list[float]:
@@ -42,20 +42,18 @@ def test_a_function_gets_what_trl_passes(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_columns_that_are_removed_do_not_come(tmp_path: Path) -> None:
+def test_try_rewards_with_remove_unused_columns_omits_columns(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it wants answer, and beside prompt the data set has the columns none"):
         tried(lambda completions, answer, **kwargs: [0.0] * 8, tmp_path, remove_unused_columns=True)
 
 
-def test_rewards_of_another_shape(tmp_path: Path) -> None:
+def test_try_rewards_with_nested_rewards_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"returned \[0\.0\] \(list\) among its rewards"):
         tried(lambda **kwargs: [[0.0]] * 8, tmp_path)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_slow_function_is_left_with_a_warning(
-    is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_try_rewards_with_slow_function_warns(is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards, "DEADLINE_S", 0.2)
     before = signal.getsignal(signal.SIGUSR2)
 
@@ -75,7 +73,7 @@ def test_a_slow_function_is_left_with_a_warning(
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
-def test_a_function_may_set_alarms_of_its_own(tmp_path: Path) -> None:
+def test_try_rewards_lets_function_set_alarms(tmp_path: Path) -> None:
     ended: list[str] = []
 
     def score(**kwargs: Any) -> list[float]:
@@ -100,7 +98,7 @@ def test_a_function_may_set_alarms_of_its_own(tmp_path: Path) -> None:
     assert ended == ["its own alarm"]
 
 
-def test_asynchronous_functions_share_a_loop_that_stays(tmp_path: Path) -> None:
+def test_try_rewards_with_async_functions_returns_shared_loop(tmp_path: Path) -> None:
     loops = []
 
     async def score(**kwargs: Any) -> list[float]:
@@ -119,7 +117,7 @@ def test_asynchronous_functions_share_a_loop_that_stays(tmp_path: Path) -> None:
     loop.call_soon_threadsafe(loop.stop)
 
 
-def test_an_asynchronous_functions_own_timeout_is_its_error(tmp_path: Path) -> None:
+def test_try_rewards_with_timeout_error_of_function_raises(tmp_path: Path) -> None:
     async def score(**kwargs: Any) -> list[float]:
         raise TimeoutError("the judge is away")
 
@@ -128,7 +126,7 @@ def test_an_asynchronous_functions_own_timeout_is_its_error(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_function_that_leaves_is_a_mistake(is_async: bool, tmp_path: Path) -> None:
+def test_try_rewards_with_system_exit_raises(is_async: bool, tmp_path: Path) -> None:
     def leaves(**kwargs: Any) -> list[float]:
         raise SystemExit(0)
 
@@ -139,7 +137,7 @@ def test_a_function_that_leaves_is_a_mistake(is_async: bool, tmp_path: Path) -> 
         tried(leaves_too if is_async else leaves, tmp_path)
 
 
-def test_models_are_left_out_and_partials_named(tmp_path: Path) -> None:
+def test_try_rewards_skips_models_and_names_partials(tmp_path: Path) -> None:
     tried([nn.Linear(1, 1), "some/judge"], tmp_path)
 
     def score(scale: float) -> list[float]:
@@ -149,12 +147,12 @@ def test_models_are_left_out_and_partials_named(tmp_path: Path) -> None:
         tried(functools.partial(score, 2.0), tmp_path)
 
 
-def test_a_callable_without_a_signature_is_called(tmp_path: Path) -> None:
+def test_try_rewards_calls_callable_without_signature(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reward function dict returned 7 rewards for 8 completions"):
         tried(dict, tmp_path)
 
 
-def test_chats_get_messages(tmp_path: Path) -> None:
+def test_try_rewards_with_chat_prompt_passes_messages(tmp_path: Path) -> None:
     seen: list[Any] = []
 
     def score(completions: Any, **kwargs: Any) -> list[float]:

@@ -36,7 +36,7 @@ def without_words(a: int) -> int:
     return a
 
 
-def test_what_a_model_can_be_shown() -> None:
+def test_check_tools_accepts_documented_functions() -> None:
     assert check_tools([times], TOKENIZER) is None
     assert check_tools([], TOKENIZER) is None
 
@@ -50,25 +50,25 @@ def test_what_a_model_can_be_shown() -> None:
         ([without_words], r"tool without_words cannot be described to a model.*'Args:'"),
     ],
 )
-def test_what_it_cannot(tools: list[Callable[..., Any]], message: str) -> None:
+def test_check_tools_with_invalid_tools_raises(tools: list[Callable[..., Any]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_tools(tools, TOKENIZER)
 
 
-def test_a_template_that_shows_no_tools() -> None:
+def test_check_tools_with_template_without_tools_raises() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     with pytest.raises(ValueError, match="shows no tool calls, or not what they return"):
         check_tools([times], tokenizer)
 
 
-def test_prompts_are_conversations() -> None:
+def test_check_conversational_with_plain_text_raises() -> None:
     check_conversational({"prompt": [{"role": "user", "content": "1+1"}]})
     with pytest.raises(ValueError, match=r"the first prompt is '1\+1', plain text"):
         check_conversational({"prompt": "1+1"})
 
 
-def test_an_environment_that_gives_the_prompts(tmp_path: Path) -> None:
+def test_check_environments_data_requires_max_steps_and_one_environment(tmp_path: Path) -> None:
     settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none"}
     check_environments_data(object, GRPOConfig(**settings, max_steps=3))
     with pytest.raises(ValueError, match="set max_steps"):

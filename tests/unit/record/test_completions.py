@@ -53,11 +53,11 @@ def facts(*rows: list[int]) -> list[list[int] | None]:
         ([], ""),
     ],
 )
-def test_messages_become_text(messages: Any, text: str) -> None:
+def test_text_of_flattens_messages(messages: Any, text: str) -> None:
     assert text_of(messages) == text
 
 
-def test_the_same_prompts_are_chosen_again() -> None:
+def test_choose_prompts_picks_smallest_ids() -> None:
     assert prompt_id("2+2?") == hashlib.sha256(b"2+2?").hexdigest()[:8]
     ids = [prompt_id(f"{number}+1") for number in range(64)]
     chosen = choose_prompts([*ids, *ids], 8)
@@ -67,7 +67,7 @@ def test_the_same_prompts_are_chosen_again() -> None:
     assert choose_prompts(ids, 0) == set()
 
 
-def test_rows_hold_what_trl_and_we_know() -> None:
+def test_sampled_rows_hold_logs_and_facts() -> None:
     batch = logs(
         [[{"role": "user", "content": "a"}]] * 2 + ["b"] * 2,
         [[{"role": "assistant", "content": "one"}], [{"role": "assistant", "content": "two"}], "three", "four"],
@@ -99,12 +99,12 @@ def test_rows_hold_what_trl_and_we_know() -> None:
     assert [row["prompt_id"] for row in rows] == [smaller] * 2  # every completion of it
 
 
-def test_two_functions_of_one_name_leave_the_reward_unknown() -> None:
+def test_sampled_rows_with_duplicate_function_name_have_no_reward() -> None:
     (row,) = sampled_rows(logs(["a"], ["b"], both=[1.0]), facts([0] * 6), num_prompts=1, reward_weights=[1.0, 1.0])
     assert (row["reward"], row["rewards/both"]) == (None, 1.0)
 
 
-def test_rows_of_evaluation_are_no_training_rows() -> None:
+def test_sampled_rows_skip_evaluation_rows() -> None:
     """TRL keeps both in the same place."""
     kept = [[0, 0, 0, 1, 2, 0], None, None]
     batch = logs(["a", "b", "c"], ["x", "y", "z"], right=[1.0, 1.0, 1.0])
@@ -116,7 +116,7 @@ def test_rows_of_evaluation_are_no_training_rows() -> None:
     ("rewards", "weights", "total"),
     [([1.0, 0.5], [1.0, 2.0], 2.0), ([math.nan, 0.5], [1.0, 2.0], 1.0), ([math.nan], [1.0], None), ([], [], None)],
 )
-def test_the_reward_is_trls(rewards: list[float], weights: list[float], total: float | None) -> None:
+def test_weighted_sums_rewards_without_nan(rewards: list[float], weights: list[float], total: float | None) -> None:
     assert weighted(rewards, weights) == total
 
 
@@ -135,7 +135,7 @@ def steps(folder: Path) -> list[int]:
     return [int(name[5:13]) for name in names(folder) if "/" not in name]
 
 
-def test_a_file_holds_the_columns(tmp_path: Path) -> None:
+def test_samples_write_stores_all_columns(tmp_path: Path) -> None:
     samples = CompletionSamples(tmp_path / "completions")
     samples.write(10, 1, 7.5, [row(), row(reward=None, **{"rewards/right": 0.5})])
     samples.write(11, 1, 8.5, [])
@@ -158,7 +158,7 @@ def noise(number: int) -> str:
     return np.random.default_rng(number).bytes(2500).hex()
 
 
-def test_the_folder_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_folder_stays_below_max_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "completions_00001.parquet").write_bytes(b"x" * 10**6)  # TRL's: neither counted nor removed
     monkeypatch.setattr(completions, "MAX_BYTES", 60_000)
     samples = CompletionSamples(tmp_path)
@@ -173,7 +173,7 @@ def test_the_folder_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, [1]), (2, [1, 2]), (3, [1, 3]), (4, [1, 4])])
-def test_the_first_and_the_newest_stay_however_large(
+def test_samples_over_max_bytes_keep_first_and_newest(
     tmp_path: Path, before: int, after: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(completions, "MAX_BYTES", 10)
@@ -183,7 +183,7 @@ def test_the_first_and_the_newest_stay_however_large(
     assert steps(tmp_path) == after
 
 
-def test_which_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_over_max_bytes_thin_out_older_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, 9):
         CompletionSamples(tmp_path).write(step, 0, 1.0, [row(noise(step))])
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
@@ -192,7 +192,7 @@ def test_which_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps(tmp_path) == [1, 3, 5, 6, 7, 8, 9]
 
 
-def test_an_attempt_quarantines_what_is_later_than_its_start(tmp_path: Path) -> None:
+def test_samples_cut_quarantines_later_steps(tmp_path: Path) -> None:
     folder = tmp_path / "completions"
     samples = CompletionSamples(folder)
     samples.cut(3, 0)
@@ -218,7 +218,7 @@ def test_an_attempt_quarantines_what_is_later_than_its_start(tmp_path: Path) -> 
     ]
 
 
-def test_what_was_quarantined_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_over_max_bytes_remove_quarantined_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = CompletionSamples(tmp_path)
     for attempt in (9, 10):
         samples.write(attempt, attempt, 1.0, [row(noise(attempt))])
@@ -232,7 +232,7 @@ def test_what_was_quarantined_goes_first(tmp_path: Path, monkeypatch: pytest.Mon
     assert names(tmp_path) == ["step-00000001.parquet", "step-00000002.parquet"]
 
 
-def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
+def test_samples_write_during_reads_is_atomic(tmp_path: Path) -> None:
     samples, path = CompletionSamples(tmp_path), tmp_path / "step-00000001.parquet"
     samples.write(1, 0, 0.0, [row(noise(0))])
     is_over = threading.Event()
@@ -255,7 +255,7 @@ def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
     assert names(tmp_path) == [path.name]
 
 
-def test_what_cannot_be_written_is_reported_once(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_samples_write_error_warns_once(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     (tmp_path / "completions").write_text("a file")
     samples = CompletionSamples(tmp_path / "completions")
     for step in (1, 2):
@@ -264,7 +264,7 @@ def test_what_cannot_be_written_is_reported_once(tmp_path: Path, recwarn: pytest
     assert reported.startswith(f"cannot write completions to {tmp_path / 'completions'}: ")
 
 
-def test_calls_of_any_arguments_fit_into_trls_file(tmp_path: Path) -> None:
+def test_plain_tool_calls_fit_into_parquet(tmp_path: Path) -> None:
     """In which a struct without fields, and numbers beside text, are errors (pyarrow 26)."""
 
     def said(*calls: Any) -> list[dict[str, Any]]:
@@ -290,9 +290,7 @@ def test_calls_of_any_arguments_fit_into_trls_file(tmp_path: Path) -> None:
     assert first["function"]["name"] == "a"
 
 
-def test_a_folder_is_looked_through_when_it_is_full_and_not_at_every_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_write_with_space_left_does_not_rescan_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Path] = []
     iterdir = Path.iterdir
     monkeypatch.setattr(Path, "iterdir", lambda path: looked.append(path) or iterdir(path))
@@ -304,7 +302,7 @@ def test_a_folder_is_looked_through_when_it_is_full_and_not_at_every_log(
     assert not looked
 
 
-def test_no_control_character_of_a_completion_reaches_the_terminal(capsys: pytest.CaptureFixture) -> None:
+def test_printable_escapes_control_characters(capsys: pytest.CaptureFixture) -> None:
     text = "a\x1b[2J\x1b]52;c;aGk=\x07b\tc\nd\x9b31m\x7f é"
     messages = [{"role": "assistant", "content": text}]
     assert printable(messages) == [

@@ -9,7 +9,7 @@ import pytest
 from grpo.record.durable import CHUNK_BYTES, FileSum, make_durable, sum_of, sync_folder, write_atomically
 
 
-def test_a_file_is_summed_over_its_chunks(tmp_path: Path) -> None:
+def test_sum_of_large_file_covers_all_chunks(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.write_bytes(b"a" * CHUNK_BYTES + b"b")
     whole = make_durable(path)
@@ -21,7 +21,7 @@ def test_a_file_is_summed_over_its_chunks(tmp_path: Path) -> None:
     assert make_durable(path) == FileSum(size_bytes=0, crc32=0)
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_atomically_on_full_disk_keeps_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record"
     write_atomically(path, "old")
 
@@ -39,7 +39,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("number", "raised"), [(errno.EINVAL, False), (errno.EIO, True)])
-def test_a_file_system_that_cannot_sync_folders(
+def test_sync_folder_ignores_einval_and_raises_eio(
     number: int, raised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: int) -> None:

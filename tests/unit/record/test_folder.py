@@ -20,7 +20,7 @@ from grpo.record.folder import RunFolder, record_early_failure
 JOB = {"GRPO_JOB": "17", "GRPO_ATTEMPT": "2"}
 
 
-def test_job_and_attempt(tmp_path: Path) -> None:
+def test_run_folder_takes_attempt_from_env_or_counts_it(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, JOB)
     assert (folder.job, folder.attempt) == ("17", 2)
     folder.update(state="stopped", step=3)
@@ -33,7 +33,7 @@ def test_job_and_attempt(tmp_path: Path) -> None:
     assert RunFolder(tmp_path / "slurm", {"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "1"}).attempt == 1
 
 
-def test_a_second_job_is_refused_with_the_firsts_id(tmp_path: Path) -> None:
+def test_run_folder_held_by_other_job_names_its_job(tmp_path: Path) -> None:
     holder = (
         "import sys; from pathlib import Path; from grpo.record.folder import RunFolder\n"
         "folder = RunFolder(Path(sys.argv[1]), {'GRPO_JOB': '17'}); print('in', flush=True); sys.stdin.read()"
@@ -52,7 +52,7 @@ def test_a_second_job_is_refused_with_the_firsts_id(tmp_path: Path) -> None:
     RunFolder(tmp_path, {}).release()  # its end, however it came, lets the next one in
 
 
-def test_a_jobs_own_lock_of_a_dead_node_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_lock_of_dead_node_is_awaited_until_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network's file system lets go of it in its own time."""
     answers = [False, False, True]
     monkeypatch.setattr("grpo.record.folder._is_taken", lambda lock: answers.pop(0))
@@ -65,7 +65,7 @@ def test_a_jobs_own_lock_of_a_dead_node_is_waited_for(tmp_path: Path, monkeypatc
         RunFolder(tmp_path, JOB, Timeouts(run_lock_s=0.6))
 
 
-def test_requests_and_who_asked(tmp_path: Path) -> None:
+def test_stop_request_drops_older_ones_and_prefers_person(tmp_path: Path) -> None:
     began = time.time() - 60
     for name in ("stop", "stop.17.1"):
         (tmp_path / name).touch()
@@ -93,7 +93,7 @@ def test_requests_and_who_asked(tmp_path: Path) -> None:
     assert RunFolder(tmp_path, {**JOB, "GRPO_STARTED": str(time.time() - 60)}).drop_old_requests() == []
 
 
-def test_a_request_from_while_the_nodes_met_counts(tmp_path: Path) -> None:
+def test_stop_request_during_rendezvous_is_kept(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     made = (tmp_path / "stop").stat().st_mtime
     named = {**JOB, "GRPO_STARTED": str(made + 60)}
@@ -104,7 +104,7 @@ def test_a_request_from_while_the_nodes_met_counts(tmp_path: Path) -> None:
     assert (len(folder.drop_old_requests()), folder.a_person_asks) == (1, False)
 
 
-def test_a_file_system_that_does_not_answer_asks_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_request_on_failing_file_system_returns_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path, {})
     monkeypatch.setattr(Path, "exists", lambda path: os.stat("/proc/self/mem/stale"))
     assert folder.stop_request() is None
@@ -112,7 +112,7 @@ def test_a_file_system_that_does_not_answer_asks_for_nothing(tmp_path: Path, mon
     folder.release()
 
 
-def test_a_mistake_of_the_next_attempt_is_recorded(tmp_path: Path) -> None:
+def test_record_early_failure_of_next_attempt_replaces_older(tmp_path: Path) -> None:
     """A scheduler's job keeps its name."""
     first = RunFolder(tmp_path, {"GRPO_JOB": "17", "GRPO_ATTEMPT": "0", "GRPO_STARTED": "1.5"})
     first.update(state="failed", why="the network")
@@ -126,7 +126,7 @@ def test_a_mistake_of_the_next_attempt_is_recorded(tmp_path: Path) -> None:
         first.update(state="failed", why="the network")
 
 
-def test_the_first_failure_stays(tmp_path: Path) -> None:
+def test_run_state_keeps_first_failure(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, JOB)
     folder.update(state="failed", why="the cause", kind=FailureKind.USER)
     folder.update(state="failed", why="an echo", kind=FailureKind.MACHINE)
@@ -137,7 +137,7 @@ def test_the_first_failure_stays(tmp_path: Path) -> None:
     assert (state.why, state.kind, state.job, state.attempt) == ("the cause", "user", "17", 2)
 
 
-def test_what_stopped_as_asked_has_not_failed(tmp_path: Path) -> None:
+def test_run_state_after_stop_ignores_failure(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, JOB)
     folder.update(state="stopped", requeue=True)
     folder.update(state="failed", why="the store is gone with its launcher")
@@ -147,7 +147,7 @@ def test_what_stopped_as_asked_has_not_failed(tmp_path: Path) -> None:
     assert folder.state.state == "failed"
 
 
-def test_two_threads_may_write(tmp_path: Path) -> None:
+def test_run_folder_update_from_threads_is_consistent(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, JOB)
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda step: folder.update(step=step), range(50)))
@@ -155,7 +155,7 @@ def test_two_threads_may_write(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".run_state*"))
 
 
-def test_a_mistake_before_there_is_a_trainer(tmp_path: Path) -> None:
+def test_record_early_failure_without_trainer_writes_run_state(tmp_path: Path) -> None:
     record_early_failure(tmp_path / "new", JOB, "ImportError: no module named rewards", FailureKind.USER)
     state = read_run_state(tmp_path / "new")
     assert state is not None
@@ -166,7 +166,7 @@ def test_a_mistake_before_there_is_a_trainer(tmp_path: Path) -> None:
     assert read_run_state(tmp_path) is None
 
 
-def test_each_step_stands_once_in_the_metrics(tmp_path: Path) -> None:
+def test_cut_metrics_moves_later_steps_to_attempt_file(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "reward": step}) + "\n" for step in (1, 2, 3, 4)]
     metrics.write_text("".join(lines) + '{"step": 5, "rew')
@@ -180,7 +180,7 @@ def test_each_step_stands_once_in_the_metrics(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.attempt-0.jsonl").read_text().endswith("".join(lines[:2]))
 
 
-def test_the_trackers_run_goes_on_with_a_resumed_attempt(tmp_path: Path) -> None:
+def test_tracker_run_after_resume_stays_same(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, {})
     first = folder.tracker_run(resumed=False)
     folder.update()
@@ -189,7 +189,7 @@ def test_the_trackers_run_goes_on_with_a_resumed_attempt(tmp_path: Path) -> None
     assert RunFolder(tmp_path, {}).tracker_run(resumed=False) != first
 
 
-def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folder_without_file_locks_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lockf(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -198,14 +198,14 @@ def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: py
         RunFolder(tmp_path, JOB)
 
 
-def test_a_mistake_that_cannot_be_written_down_hides_nothing(tmp_path: Path) -> None:
+def test_reporting_mistakes_with_unusable_folder_raises_original(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("where the folder should be")
     with pytest.raises(ImportError, match="no module named rewards"), reporting_mistakes(tmp_path / "file"):
         raise ImportError("no module named rewards")
     assert (tmp_path / "file").read_text() == "where the folder should be"
 
 
-def test_a_mistake_is_reported_where_a_full_disk_takes_no_record_of_it(
+def test_reporting_mistakes_on_full_disk_warns_and_raises_original(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, content: str) -> None:

@@ -42,7 +42,7 @@ def in_another_process(folder: Path, then: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_an_attempt_from_its_start_to_its_end(tmp_path: Path) -> None:
+def test_run_history_follows_attempt_from_start_to_end(tmp_path: Path) -> None:
     run = begun(tmp_path, GRPO_STARTED="5.5")
     (entry,) = attempts(tmp_path)
     assert (entry["attempt"], entry["job"], entry["started"], entry["ended"]) == (0, "17", 5.5, None)
@@ -68,7 +68,7 @@ def test_an_attempt_from_its_start_to_its_end(tmp_path: Path) -> None:
     assert attempts(tmp_path) == [entry]  # what stopped as asked has not failed
 
 
-def test_a_failures_record_is_kept_over_the_attempts(tmp_path: Path) -> None:
+def test_run_history_keeps_failure_record_over_attempts(tmp_path: Path) -> None:
     run = begun(tmp_path)
     run.update(state="failed", why="ValueError: an echo")  # what this rank has seen by itself
     run.update(state="failed", why=str(RECORD), failure=RECORD)
@@ -81,7 +81,7 @@ def test_a_failures_record_is_kept_over_the_attempts(tmp_path: Path) -> None:
     assert (second["attempt"], second["state"], second["failure"]) == (1, "finished", None)
 
 
-def test_another_train_in_the_same_process_goes_on_with_the_attempt(tmp_path: Path) -> None:
+def test_run_history_with_second_train_continues_attempt(tmp_path: Path) -> None:
     run = begun(tmp_path)
     run.update(state="failed", failure=RECORD)
     run.update(state="running", from_step=2, step=2)
@@ -89,7 +89,7 @@ def test_another_train_in_the_same_process_goes_on_with_the_attempt(tmp_path: Pa
     assert (entry["state"], entry["ended"], entry["failure"], entry["from_step"]) == ("running", None, None, 2)
 
 
-def test_what_was_killed_has_ended_without_a_word(tmp_path: Path) -> None:
+def test_run_history_after_sigkill_closes_attempt_as_failed(tmp_path: Path) -> None:
     ended = in_another_process(tmp_path, "folder.update(step=2); os.kill(os.getpid(), 9)")
     assert ended.returncode == -9, ended.stderr
     assert attempts(tmp_path)[0]["state"] == "running"
@@ -105,7 +105,7 @@ def test_what_was_killed_has_ended_without_a_word(tmp_path: Path) -> None:
     assert second["state"] == "running"
 
 
-def test_an_attempt_that_was_killed_before_it_trained_counts(tmp_path: Path) -> None:
+def test_run_history_after_sigkill_before_training_counts_attempt(tmp_path: Path) -> None:
     """`run_state.json` does not know of it."""
     in_another_process(tmp_path, "os.kill(os.getpid(), 9)")
     assert not (tmp_path / "run_state.json").exists()
@@ -129,19 +129,19 @@ def test_an_attempt_that_was_killed_before_it_trained_counts(tmp_path: Path) -> 
         ("try:\n  raise KeyError('x')\nfinally:\n  folder.release()", "failed", "KeyError: 'x'", 1),
     ],
 )
-def test_a_script_that_ends_without_training(tmp_path: Path, then: str, state: str, why: str, code: int) -> None:
+def test_run_history_at_script_exit_closes_attempt(tmp_path: Path, then: str, state: str, why: str, code: int) -> None:
     assert in_another_process(tmp_path, then).returncode == code
     (entry,) = attempts(tmp_path)
     assert (entry["state"], entry["why"], entry["ended"] is None) == (state, why, False)
 
 
-def test_a_forked_child_leaves_the_attempt_alone(tmp_path: Path) -> None:
+def test_run_history_after_exit_of_forked_child_stays_running(tmp_path: Path) -> None:
     then = "child = os.fork()\nif not child: sys.exit()\nos.wait()\nprint(open(folder.path / 'run.json').read())"
     reported = in_another_process(tmp_path, then)
     assert json.loads(reported.stdout)["attempts"][0]["state"] == "running"
 
 
-def test_a_mistake_before_there_is_a_trainer(tmp_path: Path) -> None:
+def test_run_history_with_failure_before_trainer_records_attempt(tmp_path: Path) -> None:
     record_early_failure(tmp_path, ENV, "ImportError: no module named rewards", FailureKind.USER)
     (entry,) = attempts(tmp_path)
     assert (entry["state"], entry["kind"], entry["why"]) == (
@@ -152,7 +152,7 @@ def test_a_mistake_before_there_is_a_trainer(tmp_path: Path) -> None:
     assert entry["ended"] is not None
 
 
-def test_a_mistake_between_trainer_and_training_is_of_the_same_attempt(tmp_path: Path) -> None:
+def test_run_history_with_failure_before_training_updates_same_attempt(tmp_path: Path) -> None:
     run = begun(tmp_path)
     record_early_failure(tmp_path, ENV, "NameError: trainr", FailureKind.USER)
     run.release()
@@ -160,7 +160,7 @@ def test_a_mistake_between_trainer_and_training_is_of_the_same_attempt(tmp_path:
     assert (entry["state"], entry["why"], entry["arguments"]) == ("failed", "NameError: trainr", {"max_steps": 5})
 
 
-def test_a_second_trainer_of_a_process(tmp_path: Path) -> None:
+def test_run_history_with_several_trainers_keeps_one_entry_each(tmp_path: Path) -> None:
     first = begun(tmp_path)
     first.release()  # it has not trained, but ended
     second = begun(tmp_path)
@@ -175,7 +175,7 @@ def test_a_second_trainer_of_a_process(tmp_path: Path) -> None:
     assert attempts(tmp_path)[-1]["state"] == "finished"
 
 
-def test_attempts_of_one_number_stay_apart(tmp_path: Path) -> None:
+def test_run_history_with_repeated_attempt_number_keeps_entries_apart(tmp_path: Path) -> None:
     """A second trainer of a process, or a rank that torchrun has started again within an attempt."""
     env = {"GRPO_ATTEMPT": "3", "GRPO_STARTED": "5.5"}
     for why in ("one", "two"):
@@ -191,7 +191,7 @@ def test_attempts_of_one_number_stay_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", '{"attempts": [{"att', "[]", '{"attempts": [{"attempt": 0}]}', '{"attempts": 3}']
 )
-def test_a_damaged_file_is_quarantined(tmp_path: Path, content: str) -> None:
+def test_run_history_with_damaged_file_quarantines_it(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.damaged-1.json").write_text("an earlier one")
     (tmp_path / "run.json").write_text(content)
     with pytest.warns(UserWarning, match=r"run\.json is damaged .*begun anew; it is now .*run\.damaged-2\.json"):
@@ -201,7 +201,7 @@ def test_a_damaged_file_is_quarantined(tmp_path: Path, content: str) -> None:
     assert len(attempts(tmp_path)) == 1
 
 
-def test_what_cannot_be_read_is_not_overwritten(tmp_path: Path) -> None:
+def test_run_history_with_unreadable_file_keeps_it(tmp_path: Path) -> None:
     (tmp_path / "run.json").mkdir()
     with pytest.warns(UserWarning, match=r"cannot read .*run\.json: .*; this attempt is not in it"):
         run = begun(tmp_path)
@@ -209,7 +209,7 @@ def test_what_cannot_be_read_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "run.json").is_dir()
 
 
-def test_a_full_disk_is_reported_once_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_history_on_full_disk_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
@@ -225,9 +225,7 @@ def test_a_full_disk_is_reported_once_and_ends_nothing(tmp_path: Path, monkeypat
     assert (attempts(tmp_path)[0]["why"], attempts(tmp_path)[0]["failure"]) == ("the cause", RECORD.as_dict())
 
 
-def test_a_failure_reaches_the_history_though_the_state_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_history_with_unwritable_run_state_records_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
@@ -238,7 +236,7 @@ def test_a_failure_reaches_the_history_though_the_state_cannot_be_written(
     assert attempts(tmp_path)[0]["why"] == "the cause"
 
 
-def test_nothing_is_written_before_an_attempt_begins(tmp_path: Path) -> None:
+def test_run_history_before_attempt_writes_nothing(tmp_path: Path) -> None:
     history = RunHistory(tmp_path)
     assert history.next_attempt() == 0
     history.follow({"state": "running"})

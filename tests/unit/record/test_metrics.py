@@ -17,19 +17,19 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]])  # 4 completio
         ("token_truncate", [[3.0, 0.5, 1], [1, 1, 1], [1, 3.0, 3.0], [1, 1, 1]], [3, 9]),  # one 3.0 is padding
     ],
 )
-def test_clipped_of_all(mode: str, ratio: list[list[float]], counts: list[int]) -> None:
+def test_count_clipped_counts_entries_outside_bounds(mode: str, ratio: list[list[float]], counts: list[int]) -> None:
     found = count_clipped(torch.tensor(ratio), MASK, mode=mode, clip_min=0.5, clip_max=3.0)
     assert found.tolist() == counts
     assert count_clipped(torch.ones(4, 1), MASK, mode=mode, clip_min=None, clip_max=None)[0] == 0
 
 
-def test_the_share_over_ranks_stays_below_one() -> None:
+def test_count_clipped_summed_over_ranks_stays_within_total() -> None:
     of_ranks = [count_clipped(torch.zeros(4, 1), MASK, mode="sequence_mask", clip_min=None, clip_max=3.0)] * 2
     clipped, total = torch.stack(of_ranks).sum(0).tolist()
     assert (clipped, total) == (8, 8)
 
 
-def test_what_tools_said_is_not_the_models() -> None:
+def test_models_tokens_exclude_tool_output() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0]])
     tools = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])
     assert models_tokens({"completion_mask": mask}).tolist() == mask.bool().tolist()

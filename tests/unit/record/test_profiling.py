@@ -20,7 +20,7 @@ def event(name: str, begin: float, end: float, device: Any = DeviceType.CPU) -> 
     return SimpleNamespace(name=name, time_range=times, device_type=device, is_user_annotation=False)
 
 
-def test_kernels_count_where_there_is_a_gpu() -> None:
+def test_shares_with_gpu_count_kernels() -> None:
     found = shares(
         [
             event("aten::mm", 0, 100),  # queues, and waits
@@ -34,7 +34,7 @@ def test_kernels_count_where_there_is_a_gpu() -> None:
     )
 
 
-def test_on_cpus_an_operator_that_waits_for_a_collective_is_communication() -> None:
+def test_shares_on_cpu_count_collectives_as_communication() -> None:
     found = shares([event("wrapper", 0, 80), event("gloo:all_reduce", 20, 40), event("aten::mm", 90, 100)])
     assert found == pytest.approx(
         {"profile/computation_share": 0.7, "profile/communication_share": 0.2, "profile/nothing_share": 0.1}
@@ -42,7 +42,7 @@ def test_on_cpus_an_operator_that_waits_for_a_collective_is_communication() -> N
     assert shares([]) == {}
 
 
-def test_the_steps_that_were_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_steps_traces_chosen_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_log()
     reported: dict[str, list[float]] = {}
     callback = ProfileSteps(range(2, 4), 3, reported)
@@ -65,7 +65,7 @@ def test_the_steps_that_were_asked_for(tmp_path: Path, capsys: pytest.CaptureFix
     assert "profile of rank 3, steps 2 to 3: computation" in capsys.readouterr().out
 
 
-def test_a_run_that_ends_within_them_keeps_what_there_is(tmp_path: Path) -> None:
+def test_profile_steps_at_early_train_end_writes_trace(tmp_path: Path) -> None:
     callback = ProfileSteps(range(1, 100), 0, {})
     args: Any = SimpleNamespace(output_dir=str(tmp_path))
     callback.on_step_begin(args, TrainerState(), TrainerControl())

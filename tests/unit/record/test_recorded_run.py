@@ -46,7 +46,9 @@ def attempts(output_dir: Path) -> list[dict[str, Any]]:
     return json.loads((output_dir / "run.json").read_text())["attempts"]
 
 
-def test_every_attempt_and_how_it_ended(tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]) -> None:
+def test_run_json_records_state_of_each_attempt(
+    tiny_model: Path, tmp_path: Path, script: Script, story: list[tuple]
+) -> None:
     def made(stop_at: int = 0) -> GRPOTrainer:
         settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "resume_from_checkpoint": "auto"}
         settings |= {"vllm_max_logprob_gap": LOOSE, "hub_token": "secret", "vllm_max_restarts": 0}
@@ -85,7 +87,7 @@ def test_every_attempt_and_how_it_ended(tiny_model: Path, tmp_path: Path, script
     assert "secret" not in (tmp_path / "run.json").read_text()
 
 
-def test_trl_keeps_what_is_sampled(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+def test_sampled_rows_from_trl_logs_hold_one_group(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
     """Whatever `log_completions` says, and with its own columns; evaluation is kept there, too."""
     trainer = make_trainer(tiny_model, tmp_path, story, max_steps=1, vllm_max_logprob_gap=LOOSE, eval_on_start=True)
     rows: list[dict[str, Any]] = []
@@ -109,7 +111,7 @@ def test_trl_keeps_what_is_sampled(tiny_model: Path, tmp_path: Path, story: list
     assert sum(row["advantage"] for row in rows) == pytest.approx(0, abs=1e-4)
 
 
-def test_any_end_token_of_the_model_ends_a_completion(
+def test_facts_with_several_eos_tokens_mark_completions_stopped(
     tiny_model: Path, tmp_path: Path, story: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As TRL counts it, whatever the tokenizer's one is."""
@@ -132,7 +134,9 @@ def test_any_end_token_of_the_model_ends_a_completion(
     assert {line.get("completions/clipped_ratio", 0.0) for line in trainer.state.log_history} == {0.0}
 
 
-def test_what_the_page_of_metrics_promises(tiny_model: Path, tmp_path: Path, story: list[tuple]) -> None:
+def test_recorded_run_writes_metrics_timeline_and_completions(
+    tiny_model: Path, tmp_path: Path, story: list[tuple]
+) -> None:
     """Two attempts: timelines, metrics with their times, samples of completions, a profile."""
     settings: dict[str, Any] = {"vllm_max_logprob_gap": LOOSE, "save_strategy": "steps", "save_steps": 1, "beta": 0.1}
     settings |= {"resume_from_checkpoint": "auto", "log_completions_prompts": 1, "profile_steps": "3"}

@@ -26,34 +26,34 @@ def lines(launch: Launch, devices: tuple[str, ...], *, size: int = 1) -> list[st
     return what_runs_where(topology, RUN, model="a/model")
 
 
-def test_a_node_without_gpus() -> None:
+def test_placement_lines_without_gpus_name_cpus() -> None:
     assert lines(LONE_NODE, ()) == [
         "1 node; on here: ranks 0-1 and 1 engine on its CPUs",
         "model: a/model; the run's folder: runs/it (the engines' logs: runs/it/logs)",
     ]
 
 
-def test_gpus_are_called_what_they_are_called() -> None:
+def test_placement_lines_with_gpus_name_devices() -> None:
     assert lines(LONE_NODE, ("0", "1", "2", "3"))[0] == "1 node; on here: ranks 0-1 on GPUs 0-1, 2 engines on GPUs 2-3"
     named = lines(LONE_NODE, ("0", "2", "GPU-a", "GPU-b"), size=2)[0]
     assert named == "1 node; on here: ranks 0-1 on GPUs 0, 2, 1 engine on GPUs GPU-a, GPU-b"
 
 
-def test_one_of_several_nodes() -> None:
+def test_placement_lines_with_several_nodes_count_all_ranks() -> None:
     launch = replace(LONE_NODE, world_size=3, local_world_size=1, num_nodes=3)
     assert lines(launch, ("0", "1"))[0] == (
         "3 nodes; on here: rank 0 on GPU 0, 1 engine on GPU 1, and so on the others; 3 ranks in all"
     )
 
 
-def test_nodes_that_differ_are_counted_one_by_one() -> None:
+def test_placement_lines_with_uneven_nodes_count_each_node() -> None:
     (first, *_) = knowing(job((8, 7), (7, 6)))
     assert what_runs_where(first, RUN, model="m")[0] == (
         "2 nodes; on h0: ranks 0-6 on GPUs 0-6, 1 engine on GPU 7; of all nodes 7 + 6 ranks, 1 + 1 engines"
     )
 
 
-def test_what_came_of_it(tmp_path: Path) -> None:
+def test_closing_lines_report_steps_time_and_reward(tmp_path: Path) -> None:
     totals = {"step": 20, "train_runtime": 61.4}
     logs = [{"step": 10, "reward": 0.25}, {"step": 20, "reward": 0.5}, totals]
     (tmp_path / "logs").mkdir()
@@ -85,7 +85,7 @@ sys.stderr.write("went on")
 
 
 @pytest.mark.parametrize("before", ["", "sys.stdout.close()", "sys.stdout = None"], ids=["pipe", "closed", "none"])
-def test_a_screen_that_is_gone_is_no_reason_to_fail(before: str) -> None:
+def test_say_with_closed_stdout_raises_nothing(before: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -96,7 +96,7 @@ def test_a_screen_that_is_gone_is_no_reason_to_fail(before: str) -> None:
     assert (done.returncode, done.stderr) == (0, "went on")
 
 
-def test_a_full_disk_costs_the_line_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_say_on_full_disk_drops_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(io.StringIO):
         is_full = True
 

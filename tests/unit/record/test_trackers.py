@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from grpo.record.trackers import naming_run
 
 
-def test_two_trainers_of_one_process_are_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_naming_run_with_two_trainers_gives_separate_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     monkeypatch.delenv("WANDB_RESUME", raising=False)
     for name in ("one", "two"):
@@ -21,7 +21,7 @@ def test_two_trainers_of_one_process_are_two_runs(tmp_path: Path, monkeypatch: p
         assert not {"WANDB_RUN_ID", "WANDB_RESUME"} & os.environ.keys()
 
 
-def test_what_the_user_has_named_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_naming_run_keeps_names_of_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     monkeypatch.delenv("WANDB_RESUME", raising=False)
     args = TrainingArguments(output_dir=str(tmp_path), run_name="seen")

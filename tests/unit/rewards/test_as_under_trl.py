@@ -170,7 +170,7 @@ def trls(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[flo
 
 
 @pytest.mark.parametrize("function", OF_THE_MAIN_THREAD, ids=lambda function: function.__name__)
-def test_rewards_are_those_of_trl(
+def test_rewards_of_main_thread_functions_match_trl(
     make: Make, trls: list[list[float]], function: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Beside two that print. One for each trainer, as what is behind it runs in the main thread too."""
@@ -203,7 +203,7 @@ def test_rewards_are_those_of_trl(
     assert left.startswith("[grpo] reward function leaves_another_stream has left another sys.stdout in place")
 
 
-def test_one_that_another_rank_moves_is_moved_here(
+def test_reward_moved_on_other_rank_moves_to_main_thread(
     make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     threads: list[bool] = []

@@ -74,7 +74,7 @@ def each(unit: Any, func: Callable[..., Any]) -> Any:
         (length_later, False),
     ],
 )
-def test_what_differs_beside_the_main_thread(batch_of: MakeBatch, func: Any, differs: bool) -> None:
+def test_compare_finds_functions_differing_beside_main_thread(batch_of: MakeBatch, func: Any, differs: bool) -> None:
     batch = batch_of(func)
     batch.start()
     assert batch.scoring.compare() == [differs]
@@ -88,7 +88,7 @@ def test_what_differs_beside_the_main_thread(batch_of: MakeBatch, func: Any, dif
         assert batch.said == []
 
 
-def test_what_is_behind_one_that_differs_is_called_after_it(batch_of: MakeBatch) -> None:
+def test_move_of_function_takes_later_functions_along(batch_of: MakeBatch) -> None:
     batch = batch_of(Scorer(), hides_it, length, length_later)
     batch.start()
     assert batch.scoring.compare() == [False, True, False, False]
@@ -100,7 +100,7 @@ def test_what_is_behind_one_that_differs_is_called_after_it(batch_of: MakeBatch)
     assert batch.scoring.compare() == [False, True, True, False]  # as it is now
 
 
-def test_what_is_logged_for_it_is_not_logged_twice(batch_of: MakeBatch) -> None:
+def test_compare_logs_extra_and_metrics_once(batch_of: MakeBatch) -> None:
     def logs(completions: list[str], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
         log_extra("text", completions)
         log_metric("calls", 1)
@@ -114,7 +114,7 @@ def test_what_is_logged_for_it_is_not_logged_twice(batch_of: MakeBatch) -> None:
     assert batch.metrics == [("calls", 1)]
 
 
-def test_a_slow_one_is_called_once_more_and_no_longer(batch_of: MakeBatch) -> None:
+def test_compare_over_time_limit_gives_up_after_one_call(batch_of: MakeBatch) -> None:
     calls: list[int] = []
 
     def slow(completions: list[str], **_: Any) -> list[float]:
@@ -129,7 +129,7 @@ def test_a_slow_one_is_called_once_more_and_no_longer(batch_of: MakeBatch) -> No
     assert batch.said == ["slow is slow: its rewards in the main thread were not compared"]
 
 
-def test_nothing_to_show_is_nothing_to_compare(batch_of: MakeBatch) -> None:
+def test_compare_with_all_completions_refused_finds_nothing(batch_of: MakeBatch) -> None:
     batch = batch_of(hides_it)
     batch.start(refused=[True] * 4)
     assert batch.scoring.compare() == [False]

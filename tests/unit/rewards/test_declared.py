@@ -12,7 +12,7 @@ from tests.support.reward_batches import PATIENCE_S, TEXTS, MakeBatch, Scorer, l
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_declared_one_begins_with_what_is_there(batch_of: MakeBatch, is_async: bool) -> None:
+def test_declared_reward_scores_completions_on_arrival(batch_of: MakeBatch, is_async: bool) -> None:
     seen, called = [], threading.Semaphore(0)
 
     def now(completions: list[str], answer: list[int], trainer_state: str, **_: Any) -> list[float]:
@@ -35,7 +35,7 @@ def test_a_declared_one_begins_with_what_is_there(batch_of: MakeBatch, is_async:
     assert seen[2:] == ([["bb"], ["dddd"]] if is_async else [["bb", "dddd"]])
 
 
-def test_completions_that_come_while_it_is_busy_are_one_call(batch_of: MakeBatch) -> None:
+def test_declared_reward_while_busy_collects_completions_into_one_call(batch_of: MakeBatch) -> None:
     goes_on, begun, seen = threading.Event(), threading.Event(), []
 
     @scores_each("completion")
@@ -55,7 +55,7 @@ def test_completions_that_come_while_it_is_busy_are_one_call(batch_of: MakeBatch
     assert seen == [["bb"], ["a", "ccc", "dddd"]]
 
 
-def test_one_for_groups_waits_for_whole_ones(batch_of: MakeBatch) -> None:
+def test_declared_group_reward_waits_for_whole_group(batch_of: MakeBatch) -> None:
     seen, called = [], threading.Semaphore(0)
 
     @scores_each("group")
@@ -72,14 +72,14 @@ def test_one_for_groups_waits_for_whole_ones(batch_of: MakeBatch) -> None:
     assert seen == [["ccc", "dddd"], ["a"]]
 
 
-def test_what_is_another_in_the_end_is_scored_again(batch_of: MakeBatch) -> None:
+def test_declared_reward_with_changed_completion_scores_again(batch_of: MakeBatch) -> None:
     batch = batch_of(scores_each("completion")(functools.partial(length)), scores_each("group")(length_later))
     batch.add(0, 1, 2, 3)
     batch.start(["a", "bb", "ccc", "a longer one"])
     assert batch.rewards() == [[1, 2, 3, 12]] * 2
 
 
-def test_what_a_dropped_batch_brings_counts_for_nothing(batch_of: MakeBatch) -> None:
+def test_declared_reward_of_dropped_batch_is_ignored(batch_of: MakeBatch) -> None:
     goes_on, begun, seen = threading.Event(), threading.Event(), []
 
     @scores_each("completion")
@@ -100,7 +100,7 @@ def test_what_a_dropped_batch_brings_counts_for_nothing(batch_of: MakeBatch) -> 
     assert seen == [["a"], TEXTS]
 
 
-def test_what_can_be_declared() -> None:
+def test_declared_of_returns_declared_unit() -> None:
     assert declared_of(scores_each("group")(functools.partial(length))) == ("group", False)
     assert declared_of(functools.partial(scores_each("completion")(Scorer()))) == ("completion", False)
     assert declared_of(length) == (None, False)

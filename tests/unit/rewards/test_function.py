@@ -56,7 +56,7 @@ async def judge(values: list[int]) -> list[float]:
     return []
 
 
-def test_one_that_hangs_is_the_failure(watch: FailureWatch) -> None:
+def test_reward_in_main_thread_over_timeout_fails_job(watch: FailureWatch) -> None:
     what = "phase 'reward': reward function waits_for_a_service .*GRPO-607"
     with pytest.raises(JobFailed, match=what) as failed, watch.guard():
         function(waits_for_a_service, watch, 0.3).call_here({"values": [1]})
@@ -64,7 +64,7 @@ def test_one_that_hangs_is_the_failure(watch: FailureWatch) -> None:
     assert "in waits_for_a_service\n" in str(failed.value)
 
 
-def test_one_that_hangs_beside_the_main_thread_is_the_failure(watch: FailureWatch) -> None:
+def test_reward_in_worker_thread_over_timeout_fails_job(watch: FailureWatch) -> None:
     what = "phase 'reward': reward function waits .*GRPO-607"
     ends = threading.Event()
 
@@ -85,7 +85,7 @@ def test_one_that_hangs_beside_the_main_thread_is_the_failure(watch: FailureWatc
     assert "in waits\n" in str(failed.value)
 
 
-def test_one_that_is_awaited_is_the_failure(watch: FailureWatch) -> None:
+def test_reward_coroutine_over_timeout_fails_job(watch: FailureWatch) -> None:
     with pytest.raises(JobFailed, match=r"reward function judge .*GRPO-607"), watch.guard():
         asyncio.run(function(judge, watch, 0.3).call_async({"values": [1]}, ExitStack()))
 
@@ -108,7 +108,7 @@ with watch.guard():
 """
 
 
-def test_a_lone_process_whose_lock_is_held_ends_with_its_stacks() -> None:
+def test_reward_holding_gil_over_timeout_ends_process_with_stacks() -> None:
     ended = subprocess.run([sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
     assert "in holds_the_lock" in ended.stderr
@@ -141,7 +141,7 @@ except JobFailed:
 """
 
 
-def test_a_lone_process_that_was_asked_is_not_ended(watch: FailureWatch) -> None:
+def test_reward_timeout_with_caught_job_failed_keeps_process(watch: FailureWatch) -> None:
     ended = subprocess.run([sys.executable, "-c", CAUGHT], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.stdout == "goes on\n", ended.stderr
 
@@ -212,14 +212,14 @@ def runs_a_loop(values: list[int]) -> list[float]:
     ],
     ids=lambda func: func.__name__,
 )
-def test_one_that_only_the_main_thread_may_call_is_found_out(func: Any, watch: FailureWatch) -> None:
+def test_reward_needing_main_thread_raises_in_worker(func: Any, watch: FailureWatch) -> None:
     with pytest.raises(NeedsMainThreadError):
         in_thread(function(func, watch))
     asyncio.set_event_loop(asyncio.new_event_loop())
     assert function(func, watch).call_here({"values": [1]}) == [1.0]
 
 
-def test_what_others_do_with_signals_meanwhile_is_theirs(watch: FailureWatch) -> None:
+def test_reward_call_leaves_signals_of_main_thread_alone(watch: FailureWatch) -> None:
     begun, done = threading.Event(), threading.Event()
 
     def waits(values: list[int]) -> list[float]:
@@ -248,7 +248,7 @@ def in_a_fork(what: Callable[[], Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_what_it_forks_has_signals_of_its_own(watch: FailureWatch) -> None:
+def test_process_forked_by_reward_may_set_signals(watch: FailureWatch) -> None:
     """As a pool of a judge's does, whose workers are the main thread of their process."""
 
     def scores(values: list[int]) -> list[float]:
@@ -257,13 +257,13 @@ def test_what_it_forks_has_signals_of_its_own(watch: FailureWatch) -> None:
     assert in_thread(function(scores, watch)) == [0.0]
 
 
-def test_what_is_forked_meanwhile_scores_too(watch: FailureWatch) -> None:
+def test_process_forked_during_patching_computes_reward(watch: FailureWatch) -> None:
     with users_code._patching:  # as another thread that begins or ends a call just then
         status = in_a_fork(lambda: in_thread(function(lambda values: [1.0], watch)))
     assert status == 0
 
 
-def test_what_is_forked_ends_by_sigterm(watch: FailureWatch) -> None:
+def test_process_forked_by_reward_ends_on_sigterm(watch: FailureWatch) -> None:
     signals = StopSignals()
     signals.take()
 
@@ -281,13 +281,13 @@ def strikes_the_main_thread(values: list[int]) -> list[float]:
     return [1.0]
 
 
-def test_an_alarm_that_would_strike_the_main_thread_is_not_set(watch: FailureWatch) -> None:
+def test_reward_alarm_in_worker_raises_and_sets_no_timer(watch: FailureWatch) -> None:
     with pytest.raises(NeedsMainThreadError, match=r"it calls signal\.alarm|signal only works in main thread"):
         in_thread(function(strikes_the_main_thread, watch))
     assert not 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1
 
 
-def test_what_it_yields_counts_to_its_time(watch: FailureWatch) -> None:
+def test_reward_generator_runs_in_worker_thread(watch: FailureWatch) -> None:
     threads = []
 
     def scores(values: list[int]) -> Iterator[float]:
@@ -298,7 +298,7 @@ def test_what_it_yields_counts_to_its_time(watch: FailureWatch) -> None:
     assert threads == ["test"]
 
 
-def test_a_circle_of_causes_has_an_end(watch: FailureWatch) -> None:
+def test_reward_error_with_circular_cause_is_raised(watch: FailureWatch) -> None:
     def fails(values: list[int]) -> list[float]:
         try:
             raise OSError("503; thread 7")
@@ -309,7 +309,7 @@ def test_a_circle_of_causes_has_an_end(watch: FailureWatch) -> None:
         in_thread(function(fails, watch))
 
 
-def test_a_coroutine_that_leaves_takes_no_loop_along(watch: FailureWatch) -> None:
+def test_reward_coroutine_with_system_exit_raises_runtime_error(watch: FailureWatch) -> None:
     async def leaves(values: list[int]) -> list[float]:
         raise SystemExit(3)
 
@@ -321,14 +321,14 @@ def leaves(values: list[int]) -> list[float]:
     raise SystemExit
 
 
-def test_one_that_leaves_ends_no_rank_well(watch: FailureWatch) -> None:
+def test_reward_with_system_exit_raises_runtime_error(watch: FailureWatch) -> None:
     call = function(leaves, watch)
     for run in (lambda: call.call_here({"values": [1]}), lambda: in_thread(call)):
         with pytest.raises(RuntimeError, match=r"reward function leaves failed \[GRPO-623\]: SystemExit"):
             run()
 
 
-def test_an_interrupt_of_the_main_thread_stays_one(watch: FailureWatch) -> None:
+def test_reward_with_sigint_raises_keyboard_interrupt(watch: FailureWatch) -> None:
     def waits(values: list[int]) -> list[float]:
         signal.raise_signal(signal.SIGINT)
         return []
@@ -337,7 +337,7 @@ def test_an_interrupt_of_the_main_thread_stays_one(watch: FailureWatch) -> None:
         function(waits, watch).call_here({"values": [1]})
 
 
-def test_whoever_closes_the_limit_waits_no_more(watch: FailureWatch) -> None:
+def test_reward_timeout_after_closed_limit_does_not_fail_job(watch: FailureWatch) -> None:
     limit, begun, ends = ExitStack(), threading.Event(), threading.Event()
 
     def waits(values: list[int]) -> list[float]:
@@ -355,7 +355,7 @@ def test_whoever_closes_the_limit_waits_no_more(watch: FailureWatch) -> None:
     watch.check()
 
 
-def test_another_error_is_its_own(watch: FailureWatch) -> None:
+def test_reward_error_in_worker_is_raised_unchanged(watch: FailureWatch) -> None:
     def fails(values: list[int]) -> list[float]:
         raise KeyError("answer")
 

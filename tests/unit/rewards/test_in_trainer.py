@@ -50,7 +50,7 @@ def curve(trainer: GRPOTrainer) -> list[tuple[float, ...]]:
     return [tuple(step[name] for name in names) for step in steps_of(trainer)]
 
 
-def test_curves_are_the_same_however_rewards_run(make: Make) -> None:
+def test_curves_with_any_reward_mode_are_equal(make: Make) -> None:
     """Declared ones bring single turns the way of episodes: their samples are the same as well."""
     plain = curve(make(speaks, [length, length_later], config={"overlap_rewards": False}))
     assert len({step[0] for step in plain}) == 2
@@ -59,7 +59,7 @@ def test_curves_are_the_same_however_rewards_run(make: Make) -> None:
         assert curve(make(speaks, [declared(unit, length), declared(unit, length_later)])) == plain
 
 
-def test_lookahead_keeps_its_way_with_declared_ones(make: Make) -> None:
+def test_lookahead_with_declared_rewards_keeps_curve(make: Make) -> None:
     ahead = {"generation_lookahead": 1}
     assert curve(make(speaks, declared("completion", length), config=ahead)) == curve(
         make(speaks, length, config=ahead)
@@ -67,7 +67,7 @@ def test_lookahead_keeps_its_way_with_declared_ones(make: Make) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["thread", "event loop"])
-def test_a_function_that_may_scores_the_next_batch_before_the_step_ends(make: Make, is_async: bool) -> None:
+def test_reward_ahead_scores_next_batch_before_step_ends(make: Make, is_async: bool) -> None:
     scored, found = threading.Semaphore(0), Counter[int]()
 
     def score(completions: list[Any], trainer_state: Any, log_metric: Any, **_: Any) -> list[float]:
@@ -98,7 +98,7 @@ def test_a_function_that_may_scores_the_next_batch_before_the_step_ends(make: Ma
     assert found == {step: 8 for step in range(4)}, "each once, with the state of the step that trains on it"
 
 
-def test_an_error_of_a_function_that_scores_ahead_ends_the_step_that_trains_on_it(make: Make) -> None:
+def test_reward_ahead_with_error_raises_in_step_training_on_it(make: Make) -> None:
     @scores_each("completion", ahead=True)
     def fails(trainer_state: Any, completions: list[Any], **_: Any) -> list[float]:
         if trainer_state.global_step == 2:
@@ -117,7 +117,7 @@ def test_an_error_of_a_function_that_scores_ahead_ends_the_step_that_trains_on_i
     assert steps == [1, 2]
 
 
-def test_functions_get_what_trl_gives_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_arguments_match_trl(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     ours: list[dict[str, Any]] = []
     trls: list[dict[str, Any]] = []
 
@@ -146,7 +146,7 @@ def test_functions_get_what_trl_gives_them(make: Make, monkeypatch: pytest.Monke
         assert {name: own[name] for name in own.keys() - logs} == {name: given[name] for name in given.keys() - logs}
 
 
-def test_they_run_while_log_probabilities_are_computed(make: Make) -> None:
+def test_rewards_run_during_logprob_computation(make: Make) -> None:
     computing = threading.Event()
 
     def waits(completions: list[Any], **_: Any) -> list[float]:
@@ -166,7 +166,7 @@ def test_they_run_while_log_probabilities_are_computed(make: Make) -> None:
 
 
 @pytest.mark.parametrize("unit", ["completion", "group"])
-def test_declared_ones_begin_while_others_are_sampled(make: Make, unit: str) -> None:
+def test_declared_rewards_start_during_sampling(make: Make, unit: str) -> None:
     scored, asked = threading.Event(), []
 
     def holds_the_last_back(text: str, seed: int) -> str:
@@ -183,7 +183,7 @@ def test_declared_ones_begin_while_others_are_sampled(make: Make, unit: str) -> 
     assert len(steps_of(trainer)) == 1
 
 
-def test_episodes_are_scored_as_they_end(make: Make) -> None:
+def test_declared_rewards_of_tool_episodes_keep_curve(make: Make) -> None:
     """One that calls a tool has not ended with its first turn."""
     tables = []
     for kind in (right, declared("completion", right), declared("group", right)):
@@ -192,7 +192,9 @@ def test_episodes_are_scored_as_they_end(make: Make) -> None:
     assert tables[0] == tables[1] == tables[2]
 
 
-def test_what_was_said_early_is_what_trl_says(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_declared_rewards_of_tool_episodes_score_each_completion_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else it would be scored twice, and nobody would notice."""
     calls: list[int] = []
 
@@ -212,7 +214,7 @@ def test_what_was_said_early_is_what_trl_says(make: Make, monkeypatch: pytest.Mo
     assert sum(calls) == 16
 
 
-def test_fields_of_a_rollout_function_reach_them(make: Make) -> None:
+def test_rewards_with_rollout_func_receive_its_fields(make: Make) -> None:
     def rolls(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         ids = [[5, 6] for _ in prompts]
         logprobs = [[-1.0, -1.0] for _ in prompts]
@@ -227,14 +229,14 @@ def test_fields_of_a_rollout_function_reach_them(make: Make) -> None:
         assert first["reward"] == 3.5
 
 
-def test_functions_that_are_changed_on_the_way_count(make: Make) -> None:
+def test_reward_funcs_changed_after_init_are_used(make: Make) -> None:
     trainer = make(speaks, length, config={"max_steps": 1})
     trainer.reward_funcs[0] = lambda completions, **_: [3.0] * len(completions)
     (step,) = steps_of(trainer)
     assert step["reward"] == 3.0
 
 
-def test_completions_that_are_changed_on_the_way_are_scored_as_they_are(make: Make) -> None:
+def test_rewards_with_changed_completions_score_new_ones(make: Make) -> None:
     trainer = make(speaks, length, config={"max_steps": 1})
     score = trainer._calculate_rewards
 
@@ -246,7 +248,7 @@ def test_completions_that_are_changed_on_the_way_are_scored_as_they_are(make: Ma
     assert step["reward"] == 1.0
 
 
-def test_columns_that_are_changed_on_the_way_are_those_of_the_rewards(make: Make) -> None:
+def test_rewards_with_changed_columns_use_new_values(make: Make) -> None:
     """And what the function keeps for its thread is there in the next batch."""
     threads: list[int] = []
 
@@ -267,7 +269,7 @@ def test_columns_that_are_changed_on_the_way_are_those_of_the_rewards(make: Make
     assert threading.get_ident() not in threads
 
 
-def test_a_subclass_may_ask_for_completions_alone(make: Make) -> None:
+def test_generate_without_scoring_returns_completions(make: Make) -> None:
     trainer = make(calculates, tools=[times])
     trainer.train()
     trainer.model.train()

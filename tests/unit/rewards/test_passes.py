@@ -22,32 +22,32 @@ def passes(rewards: np.ndarray, **options: object) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_best_of_any_rewards_is_the_mean_over_all_choices(k: int) -> None:
+def test_best_of_rewards_is_mean_over_all_choices(k: int) -> None:
     rewards = RANDOM.normal(size=(4, 5)).round(1)  # some are equal
     by_hand = [np.mean([max(chosen) for chosen in combinations(row, k)]) for row in rewards]
     assert best_of(rewards, k) == pytest.approx(by_hand, abs=1e-12)
 
 
 @pytest.mark.parametrize("k", [1, 2, 8])
-def test_best_of_zeros_and_ones_is_the_unbiased_pass_at_k(k: int) -> None:
+def test_best_of_binary_rewards_is_unbiased_pass_at_k(k: int) -> None:
     rewards = RANDOM.integers(0, 2, size=(6, 8)).astype(float)
     right = rewards.sum(1).astype(int)
     assert best_of(rewards, k) == pytest.approx([1 - comb(8 - c, k) / comb(8, k) for c in right], abs=1e-12)
 
 
-def test_rows_that_fill_up_the_last_batch_do_not_count() -> None:
+def test_passes_with_padded_last_batch_ignore_filler_rows() -> None:
     rewards = np.array([[0.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
     assert passes(rewards, num_rows=4) == {"pass@1": 0.25, "pass@2": 0.5, "avg@2": 0.25}
     assert passes(rewards)["avg@2"] == 0.5
 
 
-def test_a_threshold_says_what_is_right() -> None:
+def test_passes_with_pass_reward_count_by_threshold() -> None:
     rewards = np.array([[0.2, 1.2], [0.2, 0.0]])  # 1 for the answer, 0.2 for its form
     assert passes(rewards, pass_reward=1.0) == {"pass@1": 0.25, "pass@2": 0.5, "avg@2": pytest.approx(0.4)}
     assert passes(rewards)["pass@2"] == pytest.approx(0.7)
 
 
-def test_several_functions_count_together_and_each() -> None:
+def test_passes_of_several_functions_report_total_and_each() -> None:
     counted = Passes(names=["a", "b"], weights=np.array([1.0, 0.5]), num_generations=2, at=[2])
     counted.add(np.array([[1.0, 0.0], [0.0, 1.0]]))
     assert counted.metrics() == {
@@ -60,6 +60,6 @@ def test_several_functions_count_together_and_each() -> None:
     }
 
 
-def test_no_reward_counts_as_zero_and_nothing_scored_as_nothing() -> None:
+def test_passes_count_nan_as_zero_and_empty_as_nothing() -> None:
     assert passes(np.array([[np.nan, 1.0]])) == {"pass@1": 0.5, "pass@2": 1.0, "avg@2": 0.5}
     assert Passes(names=["f"], weights=np.ones(1), num_generations=2, at=[1]).metrics() == {}

@@ -14,7 +14,7 @@ from tests.support.reward_batches import IDS, PATIENCE_S, TEXTS, MakeBatch, Scor
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_all_kinds_in_their_order(batch_of: MakeBatch, beside: bool) -> None:
+def test_scoring_of_mixed_functions_keeps_order(batch_of: MakeBatch, beside: bool) -> None:
     threads = []
 
     def where(completion_ids: list[list[int]], factor: int, **_: Any) -> list[float]:
@@ -29,7 +29,7 @@ def test_all_kinds_in_their_order(batch_of: MakeBatch, beside: bool) -> None:
     assert batch_of(model).scoring.stand_ins() == [model]
 
 
-def test_they_run_while_the_main_thread_does_something_else(batch_of: MakeBatch) -> None:
+def test_scoring_runs_while_main_thread_is_busy(batch_of: MakeBatch) -> None:
     goes_on, done = threading.Event(), threading.Event()
 
     def waits(completions: list[str], **_: Any) -> list[float]:
@@ -44,7 +44,7 @@ def test_they_run_while_the_main_thread_does_something_else(batch_of: MakeBatch)
     assert batch.rewards() == [[1.0] * 4, [1, 2, 3, 4]]
 
 
-def test_synchronous_ones_never_run_side_by_side(batch_of: MakeBatch) -> None:
+def test_scoring_of_sync_functions_never_overlaps(batch_of: MakeBatch) -> None:
     running = threading.Lock()
 
     def alone(completions: list[str], **_: Any) -> list[float]:
@@ -59,7 +59,7 @@ def test_synchronous_ones_never_run_side_by_side(batch_of: MakeBatch) -> None:
     assert batch.rewards() == [[0.0] * 4] * 3
 
 
-def test_nobody_sees_what_was_refused(batch_of: MakeBatch) -> None:
+def test_scoring_skips_refused_completions(batch_of: MakeBatch) -> None:
     seen = []
 
     def sees(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
@@ -78,7 +78,7 @@ def test_nobody_sees_what_was_refused(batch_of: MakeBatch) -> None:
     assert seen == [["bb", "dddd"]] * 2
 
 
-def test_what_they_log_is_in_the_order_of_rows(batch_of: MakeBatch) -> None:
+def test_scoring_logs_in_row_order(batch_of: MakeBatch) -> None:
     called = threading.Semaphore(0)
 
     @scores_each("completion")
@@ -99,7 +99,7 @@ def test_what_they_log_is_in_the_order_of_rows(batch_of: MakeBatch) -> None:
     assert batch.metrics == [("length", 1), ("length", 2), ("length", 3), ("length", 4)]
 
 
-def test_values_that_are_not_one_for_each_are_logged_as_trl_does(batch_of: MakeBatch) -> None:
+def test_scoring_with_partial_log_extra_keeps_values(batch_of: MakeBatch) -> None:
     def logs(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
         for text in completions:
             log_extra("text", [text])
@@ -112,7 +112,7 @@ def test_values_that_are_not_one_for_each_are_logged_as_trl_does(batch_of: MakeB
     assert batch.extra == [("text", TEXTS), ("first", TEXTS[:1])]
 
 
-def test_one_of_the_main_thread_runs_there_from_then_on(batch_of: MakeBatch) -> None:
+def test_scoring_of_main_thread_function_moves_it_for_good(batch_of: MakeBatch) -> None:
     threads = []
 
     def only_there(completions: list[str], **_: Any) -> list[float]:
@@ -132,7 +132,9 @@ def test_one_of_the_main_thread_runs_there_from_then_on(batch_of: MakeBatch) -> 
 
 
 @pytest.mark.parametrize("unit", [None, "completion"])
-def test_those_behind_it_come_along(batch_of: MakeBatch, watch: FailureWatch, unit: Any) -> None:
+def test_scoring_moves_later_functions_with_main_thread_function(
+    batch_of: MakeBatch, watch: FailureWatch, unit: Any
+) -> None:
     """They may rely on what it leaves, and none runs twice at a time."""
     left: list[str] = []
     running = threading.Lock()
@@ -165,7 +167,7 @@ def test_those_behind_it_come_along(batch_of: MakeBatch, watch: FailureWatch, un
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_what_it_raises_is_raised_where_trl_calls_it(batch_of: MakeBatch, watch: FailureWatch, beside: bool) -> None:
+def test_scoring_error_is_raised_at_rewards_call(batch_of: MakeBatch, watch: FailureWatch, beside: bool) -> None:
     def fails(completions: list[str], **_: Any) -> list[float]:
         raise KeyError("answer")
 
@@ -180,7 +182,7 @@ def test_what_it_raises_is_raised_where_trl_calls_it(batch_of: MakeBatch, watch:
     assert beside is False or watch.phase == "reward"
 
 
-def test_what_functions_do_to_their_arguments_is_theirs(batch_of: MakeBatch) -> None:
+def test_scoring_protects_arguments_from_mutation(batch_of: MakeBatch) -> None:
     def spoils(completion_ids: list[list[int]], prompts: list[str], **_: Any) -> list[float]:
         for ids in completion_ids:
             ids.clear()
@@ -195,14 +197,14 @@ def test_what_functions_do_to_their_arguments_is_theirs(batch_of: MakeBatch) -> 
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_too_few_are_reported(batch_of: MakeBatch, beside: bool) -> None:
+def test_scoring_with_too_few_rewards_raises(batch_of: MakeBatch, beside: bool) -> None:
     batch = batch_of(lambda completions, **_: [1.0], beside=beside)
     batch.start()
     with pytest.raises(ValueError, match="returned 1 rewards for 4 completions: give one for each"):
         batch.rewards()
 
 
-def test_whoever_waits_hears_that_the_job_has_failed(batch_of: MakeBatch, watch: FailureWatch) -> None:
+def test_scoring_wait_after_job_failure_raises(batch_of: MakeBatch, watch: FailureWatch) -> None:
     goes_on = threading.Event()
 
     def waits(completions: list[str], **_: Any) -> list[float]:

@@ -16,7 +16,7 @@ def batch_of(ages: Ages, lengths: dict[int, int]) -> Batch:
     return batch
 
 
-def test_by_hand() -> None:
+def test_ages_over_weight_syncs_match_hand_count() -> None:
     ages = Ages()
     ages.now = Moment(step=10)
     ages.begin(0)
@@ -39,7 +39,7 @@ def test_by_hand() -> None:
     assert metrics["rollout/staleness_max"] == 3
 
 
-def test_what_begins_again_is_as_old_as_its_new_beginning() -> None:
+def test_ages_after_engine_death_count_from_new_begin() -> None:
     ages = Ages()
     ages.begin(0)
     ages.sync(1, [{0: 7}])
@@ -48,7 +48,7 @@ def test_what_begins_again_is_as_old_as_its_new_beginning() -> None:
     assert ages.end(0, 20).first == ages.now  # nothing is kept of one that has ended
 
 
-def test_a_completion_that_keeps_its_adapter_keeps_its_age() -> None:
+def test_ages_of_completion_with_kept_adapter_stay_unchanged() -> None:
     ages = Ages()
     ages.sync(3)
     ages.begin(0, Moment(step=1, syncs=0))

@@ -55,7 +55,7 @@ NO_NUMBERS = SimpleNamespace(not_finite="log-probabilities are no numbers", num_
     ],
     ids=["there in time", "SIGTERM", "no engines", "in flight", "no numbers", "no number", "a grammar"],
 )
-def test_checkpoint_keeps_a_batch_under_way_if_it_comes_in_time_and_can_be_trained_on(
+def test_checkpoint_of_lookahead_batches_keeps_trainable_samples(
     sampler: UnderWay, hurried_after: float, how: dict[str, bool], kept_as: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ahead, "POLL_S", 0.01)

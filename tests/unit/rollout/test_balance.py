@@ -20,7 +20,7 @@ def moves_of(plan: list[Move]) -> list[tuple[int, int, tuple[int, ...]]]:
     return [(move.source, move.target, move.requests) for move in plan]
 
 
-def test_plans_by_hand() -> None:
+def test_plan_moves_matches_worked_examples() -> None:
     six = [4] * 6
     assert plan_moves([six, six], [1.0, 1.0]) == []
     # 24 s and 12 s -> 20 and 14 -> 16 and 16
@@ -37,7 +37,7 @@ def test_plans_by_hand() -> None:
     assert plan_moves([[3, 3]], [1.0]) == []
 
 
-def test_plans_with_a_backlog_by_hand() -> None:
+def test_plan_moves_with_backlog_matches_worked_examples() -> None:
     six = [4] * 6
     # 24 + 16 and 24 s -> 36 and 28 -> 32 and 32
     assert moves_of(plan_moves([six, six], [1.0, 1.0], [16, 0])) == [(0, 1, (4, 5))]
@@ -53,7 +53,7 @@ def test_plans_with_a_backlog_by_hand() -> None:
 
 
 @pytest.mark.parametrize("trial", range(200))
-def test_a_plan_moves_whole_requests_once_and_ends_earlier(trial: int) -> None:
+def test_plan_moves_on_random_loads_moves_each_once_and_ends_no_later(trial: int) -> None:
     rng = np.random.default_rng(trial)
     num_nodes = int(rng.integers(1, 9))
     completions = [rng.integers(1, 9, size=rng.integers(0, 20)).tolist() for _ in range(num_nodes)]
@@ -120,7 +120,7 @@ def answer(request: Request, number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("trial", range(20))
-def test_completions_come_back_to_the_node_that_asked_each_to_its_row(trial: int) -> None:
+def test_node_balance_returns_completions_to_asking_node_and_row(trial: int) -> None:
     rng = np.random.default_rng(trial)
     num_nodes = int(rng.integers(2, 6))
     nodes = Nodes(num_nodes)
@@ -160,7 +160,7 @@ def test_completions_come_back_to_the_node_that_asked_each_to_its_row(trial: int
     assert sum(num for _, num, _ in results) == 2 * sum(request.n for of_node in asked for request in of_node)
 
 
-def test_speeds_are_smoothed_and_equal_until_all_are_known() -> None:
+def test_node_balance_smooths_speeds_and_ignores_zero() -> None:
     nodes = Nodes(1)
     balance = NodeBalance(nodes.of(0), [1])
     balance.note([100.0])
@@ -172,7 +172,7 @@ def test_speeds_are_smoothed_and_equal_until_all_are_known() -> None:
     assert balance._tokens_per_s == [150.0 + BACKLOG_SMOOTHING * 100.0]
 
 
-def test_work_follows_engines_where_nobody_measures_them() -> None:
+def test_node_balance_without_speeds_shares_by_engine_count() -> None:
     """Seven ranks and six beside one engine each, then as many ranks beside four engines and five: by hand."""
     groups_of_4 = [14, 12]  # 56 and 48 completions: 56 and 48 -> 52 and 52
     assert plans(groups_of_4, [1, 1]) == [[(0, 1, (13,))]] * 2

@@ -86,13 +86,13 @@ def steps_of(
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("ahead", [2, 4])
 @pytest.mark.parametrize("speeds", [[1.0, 0.5], [1.0, 1.0, 0.5, 1.0], EIGHT], ids=["two", "four", "eight"])
-def test_a_slow_node_costs_what_it_is_slower_and_no_more(speeds: list[float], ahead: int, seed: int) -> None:
+def test_plan_moves_with_slow_node_keeps_step_near_ideal(speeds: list[float], ahead: int, seed: int) -> None:
     step_s, ideal_s = steps_of(speeds, ahead, seed)
     assert step_s <= WORST * ideal_s
 
 
 @pytest.mark.parametrize("ahead", [2, 4])
-def test_a_backlog_makes_up_for_speeds_that_are_measured_wrong(ahead: int) -> None:
+def test_plan_moves_with_backlog_corrects_wrong_speeds(ahead: int) -> None:
     """The slow node seems 1.4 times as fast as it is: it gets too much, falls behind, and then gets less."""
     step_s, ideal_s = steps_of([1.0, 0.5], ahead, 0, seems=1.4)
     assert step_s <= WORST * ideal_s
@@ -100,6 +100,6 @@ def test_a_backlog_makes_up_for_speeds_that_are_measured_wrong(ahead: int) -> No
     assert by_speed_s > WORST * ideal_s
 
 
-def test_without_balance_all_wait_for_the_slow_node() -> None:
+def test_steps_without_balance_wait_for_slow_node() -> None:
     step_s, ideal_s = steps_of([1.0, 0.5], 4, 0, by="nothing")
     assert step_s > 1.4 * ideal_s

@@ -13,7 +13,7 @@ OUTSIDE = 10**6  # of the vocabulary, which vLLM refuses
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_every_request_has_the_ends_of_the_models_generation_config(
+def test_end_tokens_of_requests_follow_generation_config(
     lookahead: int, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = shutil.copytree(tiny_model, tmp_path / "model")

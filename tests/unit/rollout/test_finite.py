@@ -14,7 +14,7 @@ from tests.support.scripted_trainer import make_trainer, use_scripted_engines
 NAN = math.nan
 
 
-def test_the_worst_engine_is_named() -> None:
+def test_finite_check_names_worst_engine() -> None:
     check = FiniteCheck(node=3)
     assert check.take() == (0, None)
     for engine, bad in ((0, 0), (1, 2), (2, 5)):
@@ -30,14 +30,14 @@ def test_the_worst_engine_is_named() -> None:
 
 
 @pytest.mark.parametrize(("bad", "is_reported"), [(10, False), (11, True)])
-def test_a_hundredth_is_borne(bad: int, is_reported: bool) -> None:
+def test_finite_check_reports_only_above_one_percent(bad: int, is_reported: bool) -> None:
     check = FiniteCheck(node=0)
     check.note(0, np.array([NAN] * bad + [-1.0] * (1000 - bad), np.float32))
     count, what = check.take()
     assert (count, what is not None) == (bad, is_reported)
 
 
-def test_an_engine_that_gives_none_ends_the_job_behind_its_last_step(
+def test_train_with_nan_logprobs_fails_and_records_last_checkpoint(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = use_scripted_engines(monkeypatch)
@@ -55,7 +55,9 @@ def test_an_engine_that_gives_none_ends_the_job_behind_its_last_step(
     assert state["checkpoint"].endswith("checkpoint-1")
 
 
-def test_few_are_counted(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_with_few_nan_logprobs_counts_them_and_goes_on(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("grpo.rollout.accounts.MAX_SHARE", 0.2)  # of so few tokens one is more than a hundredth
     script = use_scripted_engines(monkeypatch)
     script.logprobs_of = lambda sample, tokens: [NAN, -2.5, -2.5] if script.asked["submit"] == 3 else None

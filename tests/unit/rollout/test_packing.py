@@ -29,7 +29,7 @@ def as_lists(packed):
 
 
 @pytest.mark.parametrize("rows", [[], [[]], [[], []], [[7]], [[1, 2, 3], [], [4], [5, 6]], [[], [1], []]])
-def test_rows_come_back(rows):
+def test_pack_rows_round_trips(rows):
     packed = pack_rows(rows)
     assert packed.num_rows == len(rows)
     assert packed.lengths.tolist() == [len(row) for row in rows]
@@ -38,14 +38,14 @@ def test_rows_come_back(rows):
     assert as_lists(pack_rows([np.array(row, np.int64) for row in rows])) == rows
 
 
-def test_packed_arrays_by_hand():
+def test_pack_rows_concatenates_tokens_and_unpacks_views():
     packed = pack_rows([[5, 6], [], [7, 8, 9]])
     assert packed.token_ids.tolist() == [5, 6, 7, 8, 9]
     assert packed.lengths.tolist() == [2, 0, 3]
     assert all(np.shares_memory(row, packed.token_ids) for row in unpack_rows(packed) if len(row))
 
 
-def test_concat_keeps_the_order_of_ranks():
+def test_concat_rows_keeps_rank_order():
     parts = [pack_rows([[1], [2, 3]]), pack_rows([]), pack_rows([[], [4]])]
     assert as_lists(concat_rows(parts)) == [[1], [2, 3], [], [4]]
     empty = concat_rows([pack_rows([])])
@@ -57,7 +57,7 @@ def shape(requests: list[Request]):
     return [(request.token_ids.tolist(), request.n) for request in requests]
 
 
-def test_collapse_by_hand():
+def test_collapse_merges_adjacent_equal_prompts():
     a, b = [1, 2], [1, 2, 3]
     assert shape(collapse(Prompts.of([a, a, a, b, a]), 0, 0)) == [(a, 3), (b, 1), (a, 1)]
     assert collapse(Prompts.of([]), 0, 0) == []
@@ -71,14 +71,14 @@ def test_collapse_by_hand():
     ]
 
 
-def test_a_group_that_straddles_two_ranks_is_one_request():
+def test_collapse_of_group_across_ranks_makes_one_request():
     rank_0, rank_1 = Prompts.of([[9], [5], [5]]), Prompts.of([[5], [5], [4]])
     requests = collapse(concat_prompts([rank_0, rank_1]), 100, 0)
     assert shape(requests) == [([9], 1), ([5], 4), ([4], 1)]
     assert [request.seed for request in requests] == [100, 101, 105]
 
 
-def test_seed_by_hand():
+def test_collapse_seed_is_base_plus_row_and_wraps():
     (request,) = collapse(Prompts.of([[5]]), 7, 3)
     assert request.seed == 10
     (request,) = collapse(Prompts.of([[5]]), 2**63 - 1, 1)
@@ -90,7 +90,7 @@ def seeds_of_rows(requests: list[Request]) -> list[int]:
 
 
 @pytest.mark.parametrize("bits", [64, 32])
-def test_no_two_rows_of_a_job_share_a_seed_and_nodes_do_not_count(bits):
+def test_collapse_seeds_are_unique_and_independent_of_nodes(bits):
     """A group that covers several whole nodes: the same prompt and the same row numbers on each of them.
 
     32 bits: torch's CPU generator drops the upper half of a seed.
@@ -103,7 +103,7 @@ def test_no_two_rows_of_a_job_share_a_seed_and_nodes_do_not_count(bits):
     assert [seed for of_node in by_node for seed in of_node] == seeds_of_rows(collapse(Prompts.of(rows * 5), base, 0))
 
 
-def test_seed_base_is_fixed_and_depends_on_everything():
+def test_seed_base_is_stable_and_depends_on_all_inputs():
     values = {
         "seed": [42, 43],
         "number": [0, 1, 11],
@@ -122,7 +122,7 @@ def test_seed_base_is_fixed_and_depends_on_everything():
     assert seed_base(seed=42, number=7, mode="train", draw=0, user_seed=None) == 0xFF8E829C77972B83 >> 2
 
 
-def test_completions_by_hand():
+def test_completions_pack_split_and_concat_match_worked_example():
     completions = pack_completions([[1, 2], [], [3]], [[-0.5, -1.0], [], [-2.0]], [7, 8, 9], [1024, REFUSED, 3])
     assert completions.token_ids.tolist() == [1, 2, 3]
     assert completions.lengths.tolist() == [2, 0, 1]
@@ -144,7 +144,7 @@ def test_completions_by_hand():
 
 
 @pytest.mark.parametrize("rows", [[], [[]], [[5, 6], [], [7]]])
-def test_a_message_brings_completions_bit_by_bit(rows):
+def test_completions_message_with_padding_round_trips(rows):
     sent = pack_completions(
         rows, [[-0.1 * token for token in row] for row in rows], range(len(rows)), range(1, 1 + len(rows))
     )
@@ -161,7 +161,7 @@ def test_a_message_brings_completions_bit_by_bit(rows):
     assert as_lists(PackedRows.from_message(np.append(prompts.to_message(), np.int32(99)))) == rows
 
 
-def test_inconsistent_arrays_are_refused():
+def test_completions_with_inconsistent_arrays_raise():
     with pytest.raises(AssertionError):
         pack_completions([[1, 2], [3]], [[-1.0], [-1.0, -1.0]], [0, 0], [0, 0])
     with pytest.raises(AssertionError):
@@ -181,7 +181,7 @@ def test_inconsistent_arrays_are_refused():
 
 
 @pytest.mark.parametrize("trial", range(30))
-def test_every_completion_comes_back_to_its_rank_and_row(trial):
+def test_split_completions_on_random_batches_restores_rank_and_row(trial):
     """Answers are numbers made of prompt and seed; ranks have ragged shares, and groups lie across the ranks."""
     rng = np.random.default_rng(1000 + trial)
     num_ranks = int(rng.integers(1, 6))

@@ -42,7 +42,7 @@ def stopped_in_the_middle(node: Node, *, version: int, is_dead: bool = False) ->
     return requests, completions
 
 
-def test_batch_so_far_is_whole_begun_and_nothing_by_row(node: Node) -> None:
+def test_pool_so_far_returns_whole_begun_and_empty_rows(node: Node) -> None:
     requests, kept = stopped_in_the_middle(node, version=4)
     expected, _ = expected_of(requests)
     rows, logprobs = to_lists(kept)
@@ -59,7 +59,7 @@ def test_batch_so_far_is_whole_begun_and_nothing_by_row(node: Node) -> None:
     assert min(states.values()) >= 2, states
 
 
-def test_pool_given_a_kept_batch_samples_only_what_is_missing(node: Node) -> None:
+def test_pool_submit_with_kept_batch_samples_only_missing_tokens(node: Node) -> None:
     """Behind the first tokens of what was begun, under seeds that repeat no draw of theirs."""
     requests, completions = stopped_in_the_middle(node, version=4)
     engine = ThreadedEngine("another", num_slots=3)
@@ -89,7 +89,7 @@ def test_pool_given_a_kept_batch_samples_only_what_is_missing(node: Node) -> Non
     assert batch.newer.least == 0
 
 
-def test_pool_given_a_batch_that_is_whole_asks_no_engine(node: Node) -> None:
+def test_pool_submit_with_whole_kept_batch_asks_no_engine(node: Node) -> None:
     requests = requests_of(np.random.default_rng(3), 4)
     rows, logprobs = expected_of(requests)
     kept = pack_completions(rows, logprobs, [3] * len(rows), [engine_id(0, 0)] * len(rows))
@@ -101,7 +101,7 @@ def test_pool_given_a_batch_that_is_whole_asks_no_engine(node: Node) -> None:
     assert engine.reported == []
 
 
-def test_nothing_is_kept_of_what_an_engine_has_begun_that_does_not_answer(node: Node) -> None:
+def test_pool_so_far_with_dead_engines_keeps_no_begun_rows(node: Node) -> None:
     requests, kept = stopped_in_the_middle(node, version=4, is_dead=True)
     rows, expected = to_lists(kept)[0], expected_of(requests)[0]
     assert all(tokens in ([], expected[row]) for row, tokens in enumerate(rows))
@@ -112,7 +112,7 @@ def test_nothing_is_kept_of_what_an_engine_has_begun_that_does_not_answer(node: 
 @pytest.mark.parametrize(
     ("step", "syncs"), [(10, 7), (12, 8), (16, 10)], ids=["submitted", "one version later", "newest"]
 )
-def test_moment_of_a_kept_policy_counts_back_from_now(step: int, syncs: int) -> None:
+def test_kept_moment_counts_back_from_present_policy(step: int, syncs: int) -> None:
     """Two optimizer steps a generation batch, three policies between."""
     kept = Kept(completions=pack_completions([], [], [], []), step=10, lag=3)
     assert kept.moment(step, Moment(step=16, syncs=10)) == Moment(step=step, syncs=syncs)

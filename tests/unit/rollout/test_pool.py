@@ -17,7 +17,7 @@ from tests.support.pools import Node, expected_of, requests_of, wait_until
 
 @pytest.mark.parametrize("num_spare", [0, 1])
 @pytest.mark.parametrize("trial", range(20))
-def test_every_completion_comes_back_to_its_place(trial: int, num_spare: int, node: Node) -> None:
+def test_pool_on_random_loads_returns_completions_in_place(trial: int, num_spare: int, node: Node) -> None:
     """For any lengths, engines, speeds, windows and numbers of samples; several batches at once."""
     rng = np.random.default_rng(trial)
     engines = [
@@ -35,7 +35,7 @@ def test_every_completion_comes_back_to_its_place(trial: int, num_spare: int, no
         assert to_lists(completions) == expected_of(batches[number])
 
 
-def test_an_engine_that_is_done_takes_what_another_has_not_begun(node: Node) -> None:
+def test_pool_with_slow_engine_gives_queued_work_to_idle_one(node: Node) -> None:
     slow, fast = ThreadedEngine("slow", num_slots=2), ThreadedEngine("fast", num_slots=2)
     slow.works.clear()
     pool = node.pool(slow, fast)
@@ -47,7 +47,7 @@ def test_an_engine_that_is_done_takes_what_another_has_not_begun(node: Node) -> 
     assert to_lists(pool.collect(batch, DEADLINE_S)) == expected_of(requests)
 
 
-def test_greedy_completions_are_asked_for_one_by_one(node: Node) -> None:
+def test_pool_with_zero_temperature_asks_one_completion_per_request(node: Node) -> None:
     """vLLM takes no other number of them in a request (0.31)."""
     engine = ThreadedEngine("engine", num_slots=8)
     pool = node.pool(engine)
@@ -58,7 +58,7 @@ def test_greedy_completions_are_asked_for_one_by_one(node: Node) -> None:
     assert {sample.overrides["max_tokens"] for sample in engine.samples} == {5}
 
 
-def test_no_engine_is_without_work_while_another_has_more_than_its_share(node: Node) -> None:
+def test_pool_with_one_group_splits_it_between_engines(node: Node) -> None:
     first, second = ThreadedEngine("engine 0", num_slots=64), ThreadedEngine("engine 1", num_slots=64)
     pool = node.pool(first, second)
     requests = [Request(token_ids=np.array([7, 8], np.int32), n=13, seed=5)]
@@ -67,14 +67,14 @@ def test_no_engine_is_without_work_while_another_has_more_than_its_share(node: N
 
 
 @pytest.mark.parametrize(("num_slots", "together"), [(4, {True, False}), (64, {True})])
-def test_answers_come_one_by_one_only_while_something_waits(num_slots: int, together: set[bool], node: Node) -> None:
+def test_pool_asks_single_answers_only_while_requests_wait(num_slots: int, together: set[bool], node: Node) -> None:
     engines = [ThreadedEngine(f"engine {number}", num_slots=num_slots) for number in range(2)]
     requests = requests_of(np.random.default_rng(8), 12)
     assert to_lists(node.pool(*engines).collect(node.pools[0].submit(requests), DEADLINE_S)) == expected_of(requests)
     assert {sample.together for engine in engines for sample in engine.samples} == together
 
 
-def test_where_places_are_spared_nothing_waits_in_an_engine(node: Node) -> None:
+def test_pool_with_spare_slots_queues_nothing_in_engines(node: Node) -> None:
     first, second = ThreadedEngine("engine 0", num_slots=5), ThreadedEngine("engine 1", num_slots=4)
     for engine in (first, second):
         engine.works.clear()
@@ -89,7 +89,7 @@ def test_where_places_are_spared_nothing_waits_in_an_engine(node: Node) -> None:
     assert sorted(each for engine in (first, second) for _, ids in engine.reported for each in ids) == [*range(22)]
 
 
-def test_submitting_waits_for_no_engine(node: Node) -> None:
+def test_pool_submit_with_blocked_engine_returns_at_once(node: Node) -> None:
     engine = ThreadedEngine("engine 0")
     engine.reads.clear()
     pool = node.pool(engine)
@@ -102,7 +102,7 @@ def test_submitting_waits_for_no_engine(node: Node) -> None:
     assert [word for word, _ in engine.reported][-1] == "abort"  # after what it takes back
 
 
-def test_a_refused_request_leaves_the_others_alone(node: Node) -> None:
+def test_pool_with_refused_requests_completes_others(node: Node) -> None:
     """By the engine, and by the pool for want of space, which asks no engine."""
     engine = ThreadedEngine("engine 0")
     engine.refuses = lambda owed: owed.seed == 5
@@ -127,7 +127,7 @@ def test_a_refused_request_leaves_the_others_alone(node: Node) -> None:
     assert all(len(sample.token_ids) < 3 for sample in engine.samples)
 
 
-def test_whatever_a_thread_meets_is_raised_by_the_wait(node: Node) -> None:
+def test_pool_collect_after_thread_error_raises_it(node: Node) -> None:
     engine = ThreadedEngine("engine 0")
     engine.submit = lambda sample: 1 / 0  # type: ignore[assignment,return-value]
     pool = node.pool(engine)
@@ -135,7 +135,7 @@ def test_whatever_a_thread_meets_is_raised_by_the_wait(node: Node) -> None:
         pool.collect(pool.submit(requests_of(np.random.default_rng(2), 9)), DEADLINE_S)
 
 
-def test_the_deadline_counts_from_the_submission_and_names_an_engine(node: Node) -> None:
+def test_pool_collect_timeout_counts_from_submit_and_names_engine(node: Node) -> None:
     stuck = ThreadedEngine("engine 1")
     stuck.works.clear()
     pool = node.pool(stuck)
@@ -147,7 +147,7 @@ def test_the_deadline_counts_from_the_submission_and_names_an_engine(node: Node)
     assert time.monotonic() - began < 0.3
 
 
-def test_what_a_check_raises_ends_the_wait(node: Node) -> None:
+def test_pool_collect_with_failing_check_raises(node: Node) -> None:
     stuck = ThreadedEngine("engine 0")
     stuck.works.clear()
     pool = node.pool(stuck)
@@ -159,7 +159,7 @@ def test_what_a_check_raises_ends_the_wait(node: Node) -> None:
         pool.collect(pool.submit(requests_of(np.random.default_rng(4), 2)), DEADLINE_S, check)
 
 
-def test_a_dropped_batch_gives_its_places_to_the_next(node: Node) -> None:
+def test_pool_drop_aborts_batch_and_frees_its_slots(node: Node) -> None:
     engine = ThreadedEngine("engine 0", num_slots=4)
     engine.works.clear()
     pool = node.pool(engine)
@@ -176,13 +176,13 @@ def test_a_dropped_batch_gives_its_places_to_the_next(node: Node) -> None:
     assert not any(set(kept.ids) & set(ids) for word, ids in engine.reported if word == "abort")
 
 
-def test_no_requests_are_answered_at_once(node: Node) -> None:
+def test_pool_collect_without_requests_returns_empty(node: Node) -> None:
     pool = node.pool(ThreadedEngine("engine 0"))
     completions = pool.collect(pool.submit([]), DEADLINE_S)
     assert to_lists(completions) == ([], [])
 
 
-def test_a_closed_pool_leaves_no_threads(node: Node) -> None:
+def test_pool_close_leaves_no_threads(node: Node) -> None:
     before = threading.active_count()
     pool = node.pool(ThreadedEngine("engine 0"), ThreadedEngine("engine 1"))
     for engine in node.engines:
@@ -195,7 +195,7 @@ def test_a_closed_pool_leaves_no_threads(node: Node) -> None:
 # -- idle engines ---------------------------------------------------------------------------------------------------
 
 
-def test_the_idle_clock_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_clock_matches_worked_example(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     clock = IdleClock()
@@ -223,7 +223,7 @@ def test_the_idle_clock_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.take_s() == 6
 
 
-def test_idle_seconds_are_a_mean_over_engines(node: Node) -> None:
+def test_idle_seconds_average_over_engines(node: Node) -> None:
     engines = [ThreadedEngine("engine 0"), ThreadedEngine("engine 1")]
     for engine in engines:
         engine.works.clear()

@@ -22,7 +22,7 @@ def come_back(node: Node, pool: EnginePool, *places: int, policy_version: int = 
 
 
 @pytest.mark.parametrize("trial", range(10))
-def test_the_others_take_what_a_dead_engine_owed(trial: int, node: Node) -> None:
+def test_pool_after_engine_death_completes_on_others(trial: int, node: Node) -> None:
     """Whatever it had answered, and under the seeds that each completion has anyway."""
     rng = np.random.default_rng(trial)
     engines = [ThreadedEngine(f"engine {number}", num_slots=3, token_s=1e-5) for number in range(3)]
@@ -42,7 +42,7 @@ def test_the_others_take_what_a_dead_engine_owed(trial: int, node: Node) -> None
 
 @pytest.mark.parametrize("num_engines", [1, 2])
 @pytest.mark.parametrize("trial", range(5))
-def test_where_none_is_left_the_wait_ends_until_they_are_back(
+def test_pool_collect_without_engines_returns_none_until_restart(
     trial: int, num_engines: int, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_pool, "MAX_DEATHS", num_engines + 1)  # the second may take what the first had
@@ -70,7 +70,7 @@ def test_where_none_is_left_the_wait_ends_until_they_are_back(
     assert to_lists(completions) == expected_of(ahead)
 
 
-def test_an_engine_that_dies_idle_is_missed_by_nobody(node: Node) -> None:
+def test_pool_after_idle_engine_death_reissues_nothing(node: Node) -> None:
     engine = ThreadedEngine("engine 0")
     pool = node.pool(engine)
     engine.die()
@@ -82,7 +82,7 @@ def test_an_engine_that_dies_idle_is_missed_by_nobody(node: Node) -> None:
     assert pool.take_num_reissued() == 0
 
 
-def test_deaths_at_whatever_is_asked_name_what_it_was_first(node: Node) -> None:
+def test_pool_after_three_engine_deaths_raises_and_names_rows(node: Node) -> None:
     engine = ThreadedEngine("engine 0")
     engine.works.clear()
     pool = node.pool(engine)
@@ -106,7 +106,7 @@ def test_deaths_at_whatever_is_asked_name_what_it_was_first(node: Node) -> None:
     assert pool.collect(done, DEADLINE_S) is not None
 
 
-def test_what_waits_for_a_place_is_blamed_for_no_death(node: Node) -> None:
+def test_pool_after_engine_deaths_blames_no_queued_rows(node: Node) -> None:
     """By a lone engine, too: each of 12 is one completion, and it has places for 4."""
     engine = ThreadedEngine("engine 0", num_slots=4)
     engine.works.clear()
@@ -126,7 +126,7 @@ def test_what_waits_for_a_place_is_blamed_for_no_death(node: Node) -> None:
         pool.collect(batch, DEADLINE_S)
 
 
-def test_what_was_dropped_is_not_sampled_again(node: Node) -> None:
+def test_pool_after_engine_death_resamples_no_dropped_batch(node: Node) -> None:
     engine = ThreadedEngine("engine 0")
     engine.works.clear()
     pool = node.pool(engine)

@@ -47,7 +47,7 @@ def prompts_sent(engine: ThreadedEngine) -> list[int]:
     return [int(sample.token_ids[0]) for sample in engine.samples]
 
 
-def test_a_batch_goes_before_a_later_one_whatever_it_costs_and_an_evaluation_before_both(node: Node) -> None:
+def test_pool_sends_evaluation_first_then_batches_in_order(node: Node) -> None:
     engine = asleep(num_slots=1)
     pool = node.pool(engine)
     long_prompt = Request(token_ids=np.array([30] * 9, np.int32), n=1, seed=0)
@@ -59,7 +59,7 @@ def test_a_batch_goes_before_a_later_one_whatever_it_costs_and_an_evaluation_bef
     assert prompts_sent(engine) == [10, 20, 11, 30]  # the first had begun
 
 
-def test_the_time_of_a_batch_counts_from_when_it_is_waited_for(node: Node) -> None:
+def test_sampler_timeout_in_flight_counts_from_collect(node: Node) -> None:
     """Three batches of a step of ten minutes: the last one was submitted longer ago than the timeout."""
     engine, watch = asleep(num_slots=2), Watch()
     pool = node.pool(engine, in_flight=True)
@@ -76,7 +76,7 @@ def test_the_time_of_a_batch_counts_from_when_it_is_waited_for(node: Node) -> No
     assert [completions.num_completions for completions, _ in collected] == [2, 2, 2]
 
 
-def test_tokens_per_second_are_of_what_was_sampled_since_and_not_of_one_batch(node: Node) -> None:
+def test_take_sampled_in_flight_covers_all_batches_since_last_call(node: Node) -> None:
     engine = ThreadedEngine("engine 0", num_slots=4)
     pool = node.pool(engine, in_flight=True)
     requests = requests_of(np.random.default_rng(3), 8)
@@ -98,7 +98,7 @@ def kill(node: Node, pool: EnginePool) -> None:
     pool.take_up([node.engines[-1]], policy_version=pool.policy_version)
 
 
-def test_deaths_count_between_the_same_two_syncs_alone(node: Node) -> None:
+def test_engine_deaths_across_weight_syncs_blame_no_prompt(node: Node) -> None:
     """Unrelated ones, in the hours of a long completion, accuse no prompt."""
     pool = node.pool(asleep(), in_flight=True)
     requests = one_each(7, 8)
@@ -113,7 +113,7 @@ def test_deaths_count_between_the_same_two_syncs_alone(node: Node) -> None:
     assert to_lists(completions) == expected_of(requests)
 
 
-def test_deaths_between_two_syncs_are_searched(node: Node) -> None:
+def test_engine_deaths_between_two_syncs_raise_deadly_requests(node: Node) -> None:
     pool = node.pool(asleep(), in_flight=True)
     batch = pool.submit(one_each(7, 8))
     for _ in range(3):
@@ -122,7 +122,7 @@ def test_deaths_between_two_syncs_are_searched(node: Node) -> None:
         pool.collect(batch, DEADLINE_S)
 
 
-def test_what_is_sent_after_a_sync_has_a_salt_of_its_own(node: Node) -> None:
+def test_cache_salt_in_flight_changes_with_each_weight_sync(node: Node) -> None:
     """Even where the policy version is the same: the weights may be others, as for an evaluation."""
     engine = ThreadedEngine("engine 0")
     pool = node.pool(engine, in_flight=True)
@@ -134,7 +134,7 @@ def test_what_is_sent_after_a_sync_has_a_salt_of_its_own(node: Node) -> None:
     assert first == second != third == fourth
 
 
-def test_at_rest_nothing_is_salted(node: Node) -> None:
+def test_cache_salt_without_in_flight_is_none(node: Node) -> None:
     engine = ThreadedEngine("engine 0")
     pool = node.pool(engine)
     pool.take_up([engine], policy_version=3)
@@ -142,7 +142,7 @@ def test_at_rest_nothing_is_salted(node: Node) -> None:
     assert engine.samples[0].cache_salt is None
 
 
-def test_a_completion_has_the_adapter_of_its_submission_however_late_it_is_sent(node: Node) -> None:
+def test_pool_sends_late_requests_with_adapter_of_submission(node: Node) -> None:
     engine = asleep(num_slots=1)
     pool = node.pool(engine, in_flight=True)
     pool.take_up([engine], policy_version=0, adapter=1)
@@ -158,7 +158,7 @@ def test_a_completion_has_the_adapter_of_its_submission_however_late_it_is_sent(
     assert early.newer.versions == 0  # its age is that of its adapter
 
 
-def test_an_engine_that_never_rests_is_recorded_from_sync_to_sync(node: Node) -> None:
+def test_timeline_of_busy_engine_records_generate_per_weight_sync(node: Node) -> None:
     records: list[Any] = []
     engine = asleep(num_slots=4)
 

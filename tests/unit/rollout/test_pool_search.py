@@ -75,7 +75,7 @@ def expect(completions: Completions, requests: list[Request], *refused: int) -> 
 
 
 @pytest.mark.parametrize("place", range(16))
-def test_the_prompt_of_which_engines_die_is_found_among_16_and_left_out(place: int, node: Node) -> None:
+def test_search_among_16_prompts_finds_and_refuses_deadly_one(place: int, node: Node) -> None:
     deaths = Deaths(node, is_poison)
     requests = prompts(16, place)
     batch, completions = deaths.sample(requests)
@@ -92,7 +92,7 @@ def test_the_prompt_of_which_engines_die_is_found_among_16_and_left_out(place: i
     assert len(deaths.heard) == before, "it is known"
 
 
-def test_two_of_them_in_two_batches(node: Node) -> None:
+def test_search_with_two_deadly_prompts_refuses_both(node: Node) -> None:
     deaths = Deaths(node, is_poison)
     requests = prompts(12, 3, 8)
     ahead = deaths.pool.submit(later := prompts(5))
@@ -103,14 +103,14 @@ def test_two_of_them_in_two_batches(node: Node) -> None:
 
 
 @pytest.mark.parametrize("trial", range(8))
-def test_whatever_other_engines_are_at_work_on(trial: int, node: Node) -> None:
+def test_search_with_three_engines_refuses_deadly_prompt(trial: int, node: Node) -> None:
     rng = np.random.default_rng(trial)
     deaths = Deaths(node, is_poison, num_engines=3, slots=8)
     requests = prompts(40, place := int(rng.integers(0, 40)), n=4)
     expect(deaths.sample(requests)[1], requests, place)
 
 
-def test_an_engine_that_dies_of_what_was_answered_before_is_to_blame_itself(node: Node) -> None:
+def test_search_with_engine_dying_on_answered_prompts_blames_engine(node: Node) -> None:
     is_broken = False
     deaths = Deaths(node, lambda owed: is_broken)
     requests = prompts(6)
@@ -122,12 +122,12 @@ def test_an_engine_that_dies_of_what_was_answered_before_is_to_blame_itself(node
     assert deaths.num_of_requests == 0
 
 
-def test_one_that_dies_from_its_start_on(node: Node) -> None:
+def test_search_with_engine_dying_from_start_raises(node: Node) -> None:
     with pytest.raises(DeadlyRequests, match=r"rows \[0, 1\] of .* with prompts of \[1\] tokens \[GRPO-410\]"):
         Deaths(node, lambda owed: True).sample(prompts(1))
 
 
-def test_deaths_that_nobody_is_to_blame_for_leave_nothing_out(node: Node) -> None:
+def test_search_after_two_unrelated_deaths_refuses_nothing(node: Node) -> None:
     left = [True] * 2
     deaths = Deaths(node, lambda owed: bool(left) and left.pop())
     requests = prompts(9)
@@ -135,12 +135,12 @@ def test_deaths_that_nobody_is_to_blame_for_leave_nothing_out(node: Node) -> Non
     assert len(deaths.heard) == 2
 
 
-def test_one_among_more_than_so_many_deaths_tell_apart_is_not_found(node: Node) -> None:
+def test_search_among_32_prompts_gives_up_and_raises(node: Node) -> None:
     with pytest.raises(DeadlyRequests, match=r"and 4 times at parts of them: rows \[0, 1, 2, 3\] of .*GRPO-410"):
         Deaths(node, is_poison).sample(prompts(32, 0))
 
 
-def test_a_batch_that_is_dropped_ends_the_search(node: Node) -> None:
+def test_search_of_dropped_batch_ends(node: Node) -> None:
     deaths = Deaths(node, is_poison)
     dropped = deaths.pool.submit(prompts(16, 5))
     for _ in range(3):
@@ -151,7 +151,7 @@ def test_a_batch_that_is_dropped_ends_the_search(node: Node) -> None:
     expect(deaths.sample(requests)[1], requests)
 
 
-def test_an_engine_that_is_replaced_in_a_trial_makes_it_once_more(node: Node) -> None:
+def test_search_with_engine_replaced_in_trial_repeats_it(node: Node) -> None:
     deaths = Deaths(node, is_poison)
     batch = deaths.pool.submit(requests := prompts(4, 2))
     for _ in range(2):
@@ -173,7 +173,7 @@ def test_an_engine_that_is_replaced_in_a_trial_makes_it_once_more(node: Node) ->
 
 
 @pytest.mark.parametrize("count", range(1, 17))
-def test_a_search_alone(count: int) -> None:
+def test_search_trials_find_deadly_item_within_max_deaths(count: int) -> None:
     for poison in range(count):
         search = Search(range(count))
         assert search.trial == []

@@ -31,11 +31,11 @@ def came(prompts: Prompts) -> Prompts:
     return Prompts.from_message(np.append(prompts.to_message(), np.zeros(5, np.int32)))
 
 
-def test_a_picture_keeps_its_pixels() -> None:
+def test_encoded_picture_decodes_to_same_pixels() -> None:
     assert np.array_equal(np.asarray(decoded(encoded(picture(3)))), np.asarray(picture(3)))
 
 
-def test_transparent_parts_are_white() -> None:
+def test_as_rgb_turns_transparent_pixels_white() -> None:
     pixels = np.zeros((2, 2, 4), np.uint8)
     pixels[0, 0] = [10, 20, 30, 255]
     rgb = np.asarray(as_rgb(Image.fromarray(pixels)))
@@ -44,7 +44,7 @@ def test_transparent_parts_are_white() -> None:
 
 
 @pytest.mark.parametrize("rows", [[], [()], [(1,)], [(), (1,), (1, 2), ()], [(5, 5)]])
-def test_prompts_come_as_they_were_sent(rows: list[tuple[int, ...]]) -> None:
+def test_prompts_message_with_images_round_trips(rows: list[tuple[int, ...]]) -> None:
     sent, there = prompts_of(*rows), came(prompts_of(*rows))
     assert [ids.tolist() for ids in unpack_rows(there.rows)] == [ids.tolist() for ids in unpack_rows(sent.rows)]
     assert there.pictured.keys() == {row for row, pictures in enumerate(rows) if pictures}
@@ -53,17 +53,17 @@ def test_prompts_come_as_they_were_sent(rows: list[tuple[int, ...]]) -> None:
         assert each.expanded.tolist() == [1, *[PLACEHOLDER] * 3 * len(rows[row]), 2]
 
 
-def test_text_alone_costs_no_word_more() -> None:
+def test_prompts_message_without_images_adds_nothing() -> None:
     assert prompts_of((), ()).to_message().tolist() == [2, 2, 2, 1, 2, 1, 2]
 
 
-def test_a_group_sends_its_picture_once() -> None:
+def test_prompts_message_of_group_holds_picture_once() -> None:
     alone, group = prompts_of((1,)).to_message(), prompts_of(*[(1,)] * 8).to_message()
     assert len(encoded(picture(1))) > 1000
     assert 4 * (len(group) - len(alone)) < len(encoded(picture(1)))
 
 
-def test_equal_tokens_with_other_pictures_are_other_prompts() -> None:
+def test_collapse_with_other_pictures_separates_equal_tokens() -> None:
     one, other = came(prompts_of((1,), (1,), (2,))), came(prompts_of((2,), (), (1, 2)))
     requests = collapse(concat_prompts([one, other]), 100, 0)
     assert [(request.n, len(request.pictures), request.seed) for request in requests] == [
@@ -73,7 +73,7 @@ def test_equal_tokens_with_other_pictures_are_other_prompts() -> None:
     assert len({prompt_of(request) for request in requests}) == 4
 
 
-def test_a_request_goes_to_another_node_with_its_pictures() -> None:
+def test_request_over_wire_keeps_pictures_and_expanded_ids() -> None:
     (request,) = collapse(prompts_of((1, 2)), 0, 0)
     (there,) = from_json(to_json([request], list[Request]), list[Request])
     assert there.pictures == request.pictures

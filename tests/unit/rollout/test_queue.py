@@ -12,7 +12,7 @@ def chunks_of(*tokens_and_ids: tuple[int, list[int]]) -> list[Chunk]:
     return [Chunk(ids=ids, tokens=tokens) for tokens, ids in tokens_and_ids]
 
 
-def test_chunks_go_whole_to_the_engine_with_the_fewest_outstanding_tokens() -> None:
+def test_request_queue_sends_largest_chunk_to_least_loaded_engine() -> None:
     requests = RequestQueue([4, 4])
     requests.add(chunks_of((5, [0, 1]), (15, [2, 3]), (10, [4, 5]), (5, [6, 7]), (5, [8, 9])))
     # the dearest first; 30 | 20 -> 10 to the second, which is then full -> 10 to the first
@@ -25,7 +25,7 @@ def test_chunks_go_whole_to_the_engine_with_the_fewest_outstanding_tokens() -> N
     assert requests.fullest() == 1
 
 
-def test_what_is_answered_is_outstanding_no_more() -> None:
+def test_request_queue_answered_and_forget_lower_outstanding_tokens() -> None:
     requests = RequestQueue([4, 4])
     requests.add(chunks_of((9, [0]), (5, [1])))
     assert requests.send() == [(0, [0]), (1, [1])]
@@ -37,7 +37,7 @@ def test_what_is_answered_is_outstanding_no_more() -> None:
     assert requests.send() == [(1, [3])]  # 3 | 0, and not 3 | 5
 
 
-def test_a_chunk_that_is_larger_than_the_window_goes_to_an_engine_as_well() -> None:
+def test_request_queue_with_chunk_above_window_sends_it_whole() -> None:
     requests = RequestQueue([1, 2])
     requests.add(chunks_of((9, [0]), (2, [1, 2, 3]), (1, [4, 5, 6])))
     assert requests.send() == [(0, [0]), (1, [1, 2, 3])]
@@ -47,7 +47,7 @@ def test_a_chunk_that_is_larger_than_the_window_goes_to_an_engine_as_well() -> N
     assert requests.send() == [(0, [4, 5, 6])]
 
 
-def test_where_places_are_spared_a_chunk_is_cut_to_those_that_are_free() -> None:
+def test_request_queue_with_spare_slots_cuts_chunks_to_free_ones() -> None:
     requests = RequestQueue([4, 3], num_spare=1)
     requests.add(chunks_of((9, [0, 1, 2, 3]), (5, [4, 5])))
     assert requests.send() == [(0, [0, 1, 2]), (1, [3]), (1, [4])]  # three places and two
@@ -62,7 +62,7 @@ def test_where_places_are_spared_a_chunk_is_cut_to_those_that_are_free() -> None
     assert requests.all_sent()
 
 
-def test_a_rest_goes_where_its_beginning_is_if_there_is_a_place() -> None:
+def test_request_queue_sends_rest_of_chunk_to_same_engine() -> None:
     requests = RequestQueue([3, 3], num_spare=1)
     requests.add(chunks_of((13, [0, 1]), (8, [2, 3, 4])))
     assert requests.send() == [(0, [0, 1]), (1, [2, 3])]
@@ -79,7 +79,7 @@ def test_a_rest_goes_where_its_beginning_is_if_there_is_a_place() -> None:
 
 @pytest.mark.parametrize("num_spare", [0, 1, 2])
 @pytest.mark.parametrize("trial", range(200))
-def test_whatever_the_lengths_speeds_and_windows_everything_is_sent_once(trial: int, num_spare: int) -> None:
+def test_request_queue_on_random_loads_sends_each_completion_once(trial: int, num_spare: int) -> None:
     rng = np.random.default_rng(trial)
     windows = rng.integers(1, 12, size=rng.integers(1, 5)).tolist()
     requests = RequestQueue([window + num_spare for window in windows], num_spare)

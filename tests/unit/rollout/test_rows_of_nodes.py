@@ -34,7 +34,7 @@ def seeds_on(counts: tuple[int, ...], num_generations: int) -> list[tuple[int, i
 
 @pytest.mark.parametrize("counts", [(2, 1), (1, 3, 2), (7, 6), (3, 3)], ids=str)
 @pytest.mark.parametrize("num_generations", [3, 4])  # groups of three lie on two ranks, and on two nodes
-def test_every_row_has_the_seed_that_it_has_on_one_node(counts: tuple[int, ...], num_generations: int) -> None:
+def test_row_seeds_on_many_nodes_match_one_node(counts: tuple[int, ...], num_generations: int) -> None:
     rows = np.arange(ROWS * sum(counts))
     by_hand = [(int(row) // num_generations, BASE + int(row)) for row in rows]
     assert seeds_on(counts, num_generations) == by_hand

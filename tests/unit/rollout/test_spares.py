@@ -29,9 +29,7 @@ nan = np.nan
         ([[1.0, 2.0], [1.0, 2.0], [1.0, nan]], True),
     ],
 )
-def test_a_group_is_flat_where_all_that_were_scored_have_the_same_reward(
-    group: list[list[float]], is_flat: bool
-) -> None:
+def test_flat_groups_marks_groups_of_equal_scored_rewards(group: list[list[float]], is_flat: bool) -> None:
     assert flat_groups(np.array([group])).tolist() == [is_flat]
 
 
@@ -45,7 +43,7 @@ def test_a_group_is_flat_where_all_that_were_scored_have_the_same_reward(
         ([1, 0, 0, 0], [1, 2]),
     ],
 )
-def test_the_first_with_spread_are_trained_and_flat_ones_fill_up(is_flat: list[int], chosen: list[int]) -> None:
+def test_chosen_groups_takes_spread_first_and_fills_with_flat(is_flat: list[int], chosen: list[int]) -> None:
     assert chosen_groups(np.array(is_flat, bool), 2).tolist() == chosen
 
 
@@ -87,7 +85,7 @@ class ThreadedGroups:
 
 
 @pytest.mark.parametrize("counts", [(1,), (3,), (1, 1), (2, 2, 2), (2, 1), (1, 3, 2)], ids=str)
-def test_each_row_comes_to_the_rank_that_trains_on_it(counts: tuple[int, ...]) -> None:
+def test_deal_sends_each_row_to_its_training_rank(counts: tuple[int, ...]) -> None:
     """With its tokens, log-probabilities, origin and texts, on nodes of any sizes."""
     random = np.random.default_rng(sum(10**node * ranks for node, ranks in enumerate(counts)))
     world, num_rows, share = sum(counts), 5, 3

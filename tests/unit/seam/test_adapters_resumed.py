@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo import GRPOConfig, GRPOTrainer
 
 
-def test_the_trained_adapter_comes_back_beside_the_references(tiny_model: Path, tmp_path: Path) -> None:
+def test_load_checkpoint_with_reference_adapter_restores_trained_one(tiny_model: Path, tmp_path: Path) -> None:
     """Of a PeftModel that is given, with `beta`, TRL keeps a copy of the adapter, in a folder below the checkpoint."""
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
     wrapped = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"]))

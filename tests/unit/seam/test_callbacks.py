@@ -28,7 +28,7 @@ class Merges(TrainerCallback):
             file.write("\n")
 
 
-def test_a_checkpoint_holds_what_callbacks_add(tiny_model: Path, tmp_path: Path) -> None:
+def test_checkpoint_includes_files_added_by_callbacks(tiny_model: Path, tmp_path: Path) -> None:
     settings = {"use_vllm": False, "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True}
     steps = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_completion_length": 4}
     batch = {"per_device_train_batch_size": 2, "num_generations": 2, "gradient_checkpointing": False}
@@ -51,9 +51,7 @@ def test_a_checkpoint_holds_what_callbacks_add(tiny_model: Path, tmp_path: Path)
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700, "in TRL's modes, too"
 
 
-def test_the_run_records_the_jobs_failure_and_not_what_it_did_to_this_rank(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_state_after_remote_failure_records_its_cause(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch raises the job's record in place of an error that another rank's death has caused here."""
     record = FailureRecord(node=0, rank=1, host="a", phase="train", cause="the process of rank 1 was killed")
 

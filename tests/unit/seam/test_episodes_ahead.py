@@ -62,7 +62,7 @@ def figures(steps: list[dict[str, float]]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("ahead", "in_threads"), [(1, False), (3, True)], ids=["1, asynchronous", "3, declared"])
-def test_with_weights_that_stay_the_same_episodes_ahead_are_those_that_training_would_have(
+def test_lookahead_with_fixed_weights_matches_no_lookahead(
     ahead: int, in_threads: bool, make: Make, script: Script
 ) -> None:
     async def awaited(a: int, b: int) -> int:
@@ -91,7 +91,7 @@ def test_with_weights_that_stay_the_same_episodes_ahead_are_those_that_training_
     assert len(found[0][1]) == STEPS
 
 
-def test_tools_of_a_batch_run_while_the_one_before_it_is_trained_on(make: Make) -> None:
+def test_lookahead_runs_tools_during_training_of_earlier_batch(make: Make) -> None:
     called = threading.Semaphore(0)
 
     @grpo.in_threads
@@ -147,7 +147,7 @@ class Counted(Guessing):
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_environments_are_lent_to_one_row_at_a_time_and_reset_once_for_each(ahead: int, make: Make) -> None:
+def test_lookahead_environments_are_reset_once_for_each_row(ahead: int, make: Make) -> None:
     found = []
     for lookahead in (0, ahead):
         Counted.alive = []
@@ -179,7 +179,7 @@ class Slow(Guessing):
         return f"{super().reset(number, **columns)} Time {self.resets}."
 
 
-def test_a_reset_that_has_not_ended_when_training_asks_for_its_batch_is_waited_for(make: Make) -> None:
+def test_lookahead_with_slow_reset_waits_for_it(make: Make) -> None:
     """And an evaluation between finds its own rows in its environments."""
     held: list[bool] = []
 
@@ -207,7 +207,7 @@ def test_a_reset_that_has_not_ended_when_training_asks_for_its_batch_is_waited_f
     assert all(held)
 
 
-def test_agents_ahead_are_those_that_training_would_have(make: Make) -> None:
+def test_lookahead_of_agents_matches_no_lookahead(make: Make) -> None:
     found = []
     for lookahead in (0, 2):
         rollouts = grpo.agents(calculator)
@@ -238,7 +238,7 @@ def asks_twice(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     return {"prompt_ids": ids, "completion_ids": [row[0] for row in rows], "logprobs": [row[1] for row in rows]}
 
 
-def test_rollout_functions_that_are_declared_run_ahead_each_with_the_turns_of_its_batch(make: Make) -> None:
+def test_lookahead_of_declared_rollout_func_matches_no_lookahead(make: Make) -> None:
     found = []
     for lookahead in (0, 2):
         trainer = make(calculates, rollout_func=asks_twice, config={**STILL, "generation_lookahead": lookahead})
@@ -249,7 +249,7 @@ def test_rollout_functions_that_are_declared_run_ahead_each_with_the_turns_of_it
     assert found[0][1] == [2.0] * STEPS
 
 
-def test_turns_of_threads_that_a_rollout_function_starts_are_of_its_batch(make: Make) -> None:
+def test_lookahead_of_threaded_rollout_func_matches_no_lookahead(make: Make) -> None:
     @grpo.in_threads
     def in_a_pool(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         ids, _, _ = trainer._tokenize_prompts(prompts)
@@ -269,7 +269,7 @@ def test_turns_of_threads_that_a_rollout_function_starts_are_of_its_batch(make: 
     assert found[0] == found[1]
 
 
-def test_a_rollout_function_that_needs_the_main_thread_ahead_ends_the_job_with_the_way_out(make: Make) -> None:
+def test_lookahead_of_rollout_func_handling_signals_ends_job(make: Make) -> None:
     @grpo.in_threads
     def handles_signals(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
@@ -280,7 +280,7 @@ def test_a_rollout_function_that_needs_the_main_thread_ahead_ends_the_job_with_t
         trainer.train()
 
 
-def test_a_tool_that_raises_ahead_is_counted_in_the_step_that_trains_on_it(make: Make) -> None:
+def test_lookahead_counts_tool_failures_in_step_training_on_them(make: Make) -> None:
     @grpo.in_threads
     def wrong(a: int, b: int) -> int:
         """The product.
@@ -300,7 +300,7 @@ def test_a_tool_that_raises_ahead_is_counted_in_the_step_that_trains_on_it(make:
     assert all(row[-1] == 1.0 for row in curves[0])
 
 
-def test_after_a_stop_episodes_begin_again(make: Make, tmp_path: Path) -> None:
+def test_resume_with_lookahead_matches_uninterrupted_run(make: Make, tmp_path: Path) -> None:
     class Stops(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             if state.global_step == 2:
@@ -330,6 +330,6 @@ def test_after_a_stop_episodes_begin_again(make: Make, tmp_path: Path) -> None:
     ],
     ids=["a tool", "an environment", "a rollout function"],
 )
-def test_code_of_the_main_thread_ahead_is_refused(arguments: dict[str, Any], wanted: str, make: Make) -> None:
+def test_lookahead_with_main_thread_code_raises(arguments: dict[str, Any], wanted: str, make: Make) -> None:
     with pytest.raises(ValueError, match=rf"generation_lookahead is 1 with {wanted}"):
         make(calculates, config={"generation_lookahead": 1}, **arguments)

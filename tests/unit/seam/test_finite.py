@@ -25,7 +25,7 @@ class Spoils(TrainerCallback):
                 weight[3, 4] = float("nan")
 
 
-def test_weights_that_are_no_numbers_make_no_checkpoint(
+def test_save_with_nan_weights_raises_and_writes_no_checkpoint(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_scripted_engines(monkeypatch)
@@ -44,7 +44,7 @@ def test_weights_that_are_no_numbers_make_no_checkpoint(
     assert not (folder / "checkpoint-2").exists()
 
 
-def test_gradients_that_are_not_finite_are_reported_after_three_in_a_row(
+def test_nonfinite_gradients_three_times_in_row_warn(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     use_scripted_engines(monkeypatch)
@@ -72,7 +72,7 @@ def test_gradients_that_are_not_finite_are_reported_after_three_in_a_row(
 @pytest.mark.parametrize(
     ("rank", "shard", "odd"), [(0, [1.0, nan], True), (1, [1.0, 2.0], False), (2, [1.0, nan], False)]
 )
-def test_what_fills_up_the_last_shard_is_no_weight(
+def test_first_not_finite_ignores_shard_padding(
     rank: int, shard: list[float], odd: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five numbers on three ranks of two each: the last one's second is whatever the memory had."""

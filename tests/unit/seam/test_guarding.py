@@ -78,7 +78,7 @@ def logged(trainer: GRPOTrainer) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", ["corrected", "uncorrected"])
-def test_a_layer_that_stays_behind_is_noticed_within_20_batches(
+def test_guard_with_stale_layer_warns_within_20_batches(
     path: str, train: Train, engine: CopiedModel, warnings: list[str]
 ) -> None:
     """And brought by the weight sync behind the warning, which is verified; then all is well."""
@@ -97,7 +97,7 @@ def test_a_layer_that_stays_behind_is_noticed_within_20_batches(
     assert max(gaps[noticed:]) < 1e-4
 
 
-def test_the_node_that_has_drifted_is_named(
+def test_guard_with_drifted_node_names_it(
     train: Train, engine: CopiedModel, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a second rank, on a node of its own, whose engine is beyond all measure from the 21st batch on."""
@@ -121,7 +121,7 @@ def test_the_node_that_has_drifted_is_named(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_figure_is_the_mean_over_tokens_wherever_it_comes_from(
+def test_logprob_gap_is_mean_over_tokens_on_every_path(
     path: str, train: Train, engine: CopiedModel, tmp_path: Path
 ) -> None:
     """From what TRL scores before it trains, or from the forward passes of training."""
@@ -139,13 +139,13 @@ def test_the_figure_is_the_mean_over_tokens_wherever_it_comes_from(
     assert of_node == [pytest.approx([value], abs=1e-5) for value in expected]
 
 
-def test_what_an_older_policy_has_sampled_is_not_judged(train: Train, engine: CopiedModel, warnings: list[str]) -> None:
+def test_guard_with_older_policy_judges_nothing(train: Train, engine: CopiedModel, warnings: list[str]) -> None:
     engine.off = np.ones
     trainer = train(max_steps=3, generation_lookahead=1, vllm_max_logprob_gap=1e-3)
     assert not logged(trainer)
 
 
-def test_tokens_of_tools_padding_and_what_no_engine_has_scored_are_left_out() -> None:
+def test_gap_of_rows_skips_tool_padding_and_unscored_tokens() -> None:
     batch = {
         "sampling_per_token_logps": torch.tensor([[-1.0, -2.0, -3.0], [float("nan"), -1.0, 0.0]]),
         "completion_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
@@ -155,13 +155,13 @@ def test_tokens_of_tools_padding_and_what_no_engine_has_scored_are_left_out() ->
     assert guarding.gap_of_rows(batch, own).tolist() == [[1.5, 2.0], [0.25, 1.0]]
 
 
-def test_a_node_has_sampled_what_its_engines_did_with_the_present_weights() -> None:
+def test_sampled_by_names_node_only_for_present_weights() -> None:
     engines = [engine_id(0, 3), engine_id(2, 0), engine_id(2, 1), REFUSED]
     completions = pack_completions([[5]] * 3 + [[]], [[-1.0]] * 3 + [[]], [7, 6, 7, REFUSED], engines)
     assert sampled_by(completions, 7).tolist() == [0, REFUSED, 2, REFUSED]
 
 
-def test_a_limit_is_for_what_is_sampled_as_the_trainer_scores_it(train: Train, engine: CopiedModel) -> None:
+def test_max_logprob_gap_with_top_p_is_not_applied(train: Train, engine: CopiedModel) -> None:
     """Top-p takes a share of every token's probability away from the trainer's side."""
     engine.off = np.ones
     assert len(logged(train(max_steps=2, vllm_max_logprob_gap=0.5, top_p=0.9))) == 2
@@ -169,9 +169,7 @@ def test_a_limit_is_for_what_is_sampled_as_the_trainer_scores_it(train: Train, e
         train("again", max_steps=2, vllm_max_logprob_gap=0.5)
 
 
-def test_a_batch_beyond_the_users_limit_ends_the_job_behind_a_checkpoint(
-    train: Train, engine: CopiedModel, tmp_path: Path
-) -> None:
+def test_max_logprob_gap_exceeded_ends_job_after_checkpoint(train: Train, engine: CopiedModel, tmp_path: Path) -> None:
     engine.stays = lambda name: ".layers.1." in name and engine.trainer.state.global_step > STALE_FROM
     with pytest.raises(StepFailed, match=r"node 0 .*GRPO-414.*vllm_max_logprob_gap is 0\.001"):
         train(max_steps=STALE_FROM + 40, vllm_max_logprob_gap=1e-3)

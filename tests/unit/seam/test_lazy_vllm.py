@@ -32,9 +32,9 @@ def run(script: str) -> str:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
 
 
-def test_a_generator_of_trls_has_its_vllm() -> None:
+def test_lazy_vllm_loads_on_use_by_trl() -> None:
     assert "can't be reached" in run(USED_AFTERWARDS)
 
 
-def test_a_script_that_has_imported_it_keeps_it() -> None:
+def test_lazy_vllm_with_vllm_already_imported_subclasses_trl() -> None:
     assert run(IMPORTED_BEFORE).splitlines()[-1] == "True"

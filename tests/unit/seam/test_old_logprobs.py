@@ -119,7 +119,7 @@ def assert_alike(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_where_engines_score_as_the_trainer_both_learn_the_same(case: str, run: Run) -> None:
+def test_engine_old_logprobs_with_equal_scores_match_trainer_gradients(case: str, run: Run) -> None:
     """And no forward pass but the reference's comes before training."""
     expected = run("trainer", **CASES[case])
     both = run.before_training
@@ -143,7 +143,7 @@ def leaf_gradients(trainer: GRPOTrainer, batch: dict[str, Any], own: torch.Tenso
     return loss.detach(), own.grad
 
 
-def test_the_clip_acts_on_what_the_engines_say(run: Run) -> None:
+def test_engine_old_logprobs_clip_matches_ppo_formula(run: Run) -> None:
     """Of a step without a change of weights: ratios are what engines are off by. Against PPO's formula, by token."""
     run.off = lambda tokens: np.resize([0.0, -0.5, 0.5, -0.1], len(tokens))
     run("engine", old_logprobs="engine", max_steps=1, learning_rate=0.0)
@@ -162,7 +162,7 @@ def test_the_clip_acts_on_what_the_engines_say(run: Run) -> None:
     assert run.logged("clip_ratio/region_mean") == pytest.approx([(beyond & mask).sum().item() / mask.sum().item()])
 
 
-def test_what_no_engine_has_scored_leaves_the_loss(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_with_unscored_tokens_leaves_them_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token within a completion, whose followers still see it; and rows whose prompts no engine takes."""
     monkeypatch.setattr(accounts, "MAX_SHARE", 1.0)
     run.off = lambda tokens: np.resize([0.0, np.nan, 0.0, -np.inf], len(tokens))
@@ -188,7 +188,7 @@ def test_what_no_engine_has_scored_leaves_the_loss(run: Run, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("settings", [CASES["plain"], CASES["two_steps_a_batch"], {"generation_lookahead": 1}])
-def test_how_far_engines_are_off_is_logged_under_trls_names(settings: dict[str, Any], run: Run) -> None:
+def test_engine_old_logprobs_log_gap_under_trl_names(settings: dict[str, Any], run: Run) -> None:
     run.off = lambda tokens: 0.1 * np.arange(1, len(tokens) + 1)
     names = [f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")]
     run("trainer", learning_rate=0.0, max_steps=4, **settings)
@@ -203,7 +203,7 @@ def test_how_far_engines_are_off_is_logged_under_trls_names(settings: dict[str, 
     assert run.logged("sampling/logprob_gap") == pytest.approx(gaps, abs=1e-5)
 
 
-def test_a_batch_in_use_goes_on_after_a_change_of_mind(run: Run) -> None:
+def test_resume_in_batch_with_changed_old_logprobs_gives_same_gradients(run: Run) -> None:
     """A resume between a batch's two steps, with either and to either."""
     settings = {**CASES["two_steps_a_batch"], "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     settings["seed"] = 3
@@ -215,7 +215,7 @@ def test_a_batch_in_use_goes_on_after_a_change_of_mind(run: Run) -> None:
             assert before != after or torch.equal(rest[0], whole[1])
 
 
-def test_a_batch_of_the_trainers_is_counted_again_when_it_goes_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_of_trainer_batch_with_engine_clip_recounts_tokens(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounts, "MAX_SHARE", 1.0)
     run.off = lambda tokens: np.resize([0.0, np.nan], len(tokens))
     settings = {**CASES["two_steps_a_batch"], "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
@@ -227,7 +227,7 @@ def test_a_batch_of_the_trainers_is_counted_again_when_it_goes_on(run: Run, monk
     assert all("importance_sampling_ratio" not in batch for batch in batches)
 
 
-def test_a_rollout_function_without_log_probabilities_is_reported() -> None:
+def test_old_logprobs_take_without_logprobs_raises() -> None:
     view: Any = SimpleNamespace(mode="train", state=SimpleNamespace(global_step=0))
     with pytest.raises(ValueError, match=r"rollout_func gives no logprobs: .*old_logprobs to 'trainer'"):
         OldLogprobs(view, clips_on_engines=True).take(

@@ -30,9 +30,7 @@ def stand_in(llava: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("length", [6, 60])  # shorter than the row that stands in, and longer
-def test_rows_beside_the_one_that_stands_in_are_scored_as_alone(
-    length: int, llava: Path, stand_in: dict[str, torch.Tensor]
-) -> None:
+def test_with_stand_in_scores_other_rows_as_alone(length: int, llava: Path, stand_in: dict[str, torch.Tensor]) -> None:
     model, kept = AutoModelForImageTextToText.from_pretrained(llava).eval(), 3
     token_ids = torch.randint(5, 20, (2, length))
     mask = torch.ones_like(token_ids)
@@ -50,7 +48,7 @@ def test_rows_beside_the_one_that_stands_in_are_scored_as_alone(
     assert torch.allclose(beside, alone, atol=1e-5)
 
 
-def test_every_row_reaches_the_tower(llava: Path, stand_in: dict[str, torch.Tensor]) -> None:
+def test_with_stand_in_gives_vision_tower_zero_gradient(llava: Path, stand_in: dict[str, torch.Tensor]) -> None:
     """Its gradient is zero and there: ranks reduce the same tensors whatever their rows have."""
     model = AutoModelForImageTextToText.from_pretrained(llava)
     token_ids = torch.randint(5, 20, (2, 6))
@@ -62,19 +60,19 @@ def test_every_row_reaches_the_tower(llava: Path, stand_in: dict[str, torch.Tens
     assert not weight.grad.any()
 
 
-def test_an_image_that_comes_after_rows_of_text_is_refused() -> None:
+def test_tokenize_with_image_after_text_rows_raises() -> None:
     """Which text alone is trained of, by the first row: TRL would hand the engine a prompt without its image."""
     view: Any = SimpleNamespace(args=SimpleNamespace(local_mode=True))
     with pytest.raises(ValueError, match=r"the first row has none, .*: put a row with an image first"):
         Pictures(view, Trimming(view)).tokenize(lambda prompts: ([[1]], [[picture(0)]], {}), ["1+1="])
 
 
-def test_types_say_where_images_may_be() -> None:
+def test_has_image_parts_reads_prompt_feature_types() -> None:
     assert has_image_parts(pictured(["1+1=", "2+2="], "messages", without=[0]))
     assert not has_image_parts(pictured(["1+1="], "image"))
 
 
-def test_placeholders_are_not_sampled() -> None:
+def test_without_tokens_biases_placeholders_out() -> None:
     assert without_tokens({"top_p": 1.0}, ()) == {"top_p": 1.0}
     assert without_tokens({}, {7})["logit_bias"] == {7: -100.0}
     assert without_tokens({"logit_bias": {3: 1.0}}, {7})["logit_bias"] == {3: 1.0, 7: -100.0}

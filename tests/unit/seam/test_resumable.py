@@ -31,7 +31,7 @@ def resuming(**parts: Any) -> Resuming:
 
 
 @pytest.mark.parametrize(("lead", "warned"), [("200", False), ("199", True), (None, False)])
-def test_a_signal_that_comes_too_late_is_reported(lead: str | None, warned: bool) -> None:
+def test_stop_lead_too_short_warns(lead: str | None, warned: bool) -> None:
     said: list[str] = []
     judge = StopLead(lead, said.append)
     for now in (1000.0, 1100.0):
@@ -50,12 +50,12 @@ def test_a_signal_that_comes_too_late_is_reported(lead: str | None, warned: bool
     ("micro_batches", "per_batch", "ends"),
     [((0, 4), 4, True), ((0, 2), 4, False), ((2, 4), 4, True), ((0, 8), 4, True), ((8, 16), 3, True)],
 )
-def test_where_a_generation_batch_ends(micro_batches: tuple[int, int], per_batch: int, ends: bool) -> None:
+def test_ends_generation_batch_matches_table(micro_batches: tuple[int, int], per_batch: int, ends: bool) -> None:
     """Also where batches and optimizer steps do not end together: at the first step after it."""
     assert ends_generation_batch(*micro_batches, per_batch) == ends
 
 
-def test_a_stop_waits_for_the_end_of_the_generation_batch_and_leaves_its_evaluation_out(
+def test_stop_in_generation_batch_waits_for_its_end_and_skips_evaluation(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked after the first of a batch's two steps, where the second would be evaluated: the time may be short."""
@@ -73,7 +73,9 @@ def test_a_stop_waits_for_the_end_of_the_generation_batch_and_leaves_its_evaluat
     assert (tmp_path / "checkpoint-2" / "complete.json").exists()
 
 
-def test_a_full_disk_does_not_hide_the_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recording_failures_on_full_disk_raises_original_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def update(**_: Any) -> None:
         raise OSError("No space left on device")
 
@@ -83,7 +85,7 @@ def test_a_full_disk_does_not_hide_the_failure(tmp_path: Path, capsys: pytest.Ca
     assert f"cannot write {tmp_path / 'run_state.json'}: No space left on device" in capsys.readouterr().out
 
 
-def test_a_failure_says_after_which_step_and_hands_the_record_on() -> None:
+def test_record_failure_passes_step_and_record_on() -> None:
     reported: list[dict[str, Any]] = []
     where: dict[str, Any] = {"node": 1, "rank": 8, "host": "n1", "phase": "sync"}
     record = FailureRecord(**where, cause="EngineDied: it was killed", kind=FailureKind.ENGINE, nodes=(1,))
@@ -100,7 +102,7 @@ def test_a_failure_says_after_which_step_and_hands_the_record_on() -> None:
 
 
 @pytest.mark.parametrize(("code", "reported"), [(0, []), (3, ["SystemExit: 3"])])
-def test_a_script_that_ends_with_an_error_has_failed(code: int, reported: list[str]) -> None:
+def test_recording_failures_of_script_exit_records_nonzero_code(code: int, reported: list[str]) -> None:
     causes: list[str] = []
     ending = run_of(update=lambda *, why, **_: causes.append(why))
     with pytest.raises(SystemExit), ending.recording_failures("unused"):
@@ -108,7 +110,7 @@ def test_a_script_that_ends_with_an_error_has_failed(code: int, reported: list[s
     assert causes == reported
 
 
-def test_a_run_that_is_done_takes_no_step_more() -> None:
+def test_run_epoch_of_finished_run_trains_no_step() -> None:
     control = TrainerControl()
     view: Any = SimpleNamespace(state=SimpleNamespace(global_step=6, max_steps=6), control=control)
     PromptOrder(view, None).run_epoch(lambda **_: pytest.fail("it has run"), epoch=2)
@@ -116,7 +118,7 @@ def test_a_run_that_is_done_takes_no_step_more() -> None:
 
 
 @pytest.mark.parametrize(("at_step_end", "saved_step"), [(None, 0), ({}, 4)])
-def test_a_step_that_was_saved_is_not_saved_again(at_step_end: dict[str, Any] | None, saved_step: int) -> None:
+def test_save_last_step_of_saved_step_does_nothing(at_step_end: dict[str, Any] | None, saved_step: int) -> None:
     saved: list[int] = []
     view = SimpleNamespace(state=SimpleNamespace(global_step=4), save_checkpoint=lambda: saved.append(1))
     ending = resuming(view=view, saving=SimpleNamespace(saved_step=saved_step))
@@ -136,13 +138,15 @@ RECORD = CompleteRecord(step=3, world_size=2, files={}, versions={}, sampling={"
         (replace(RECORD, reshaped_from=3), "was written by 3 training processes and made for 2: weights, moments"),
     ],
 )
-def test_what_is_not_as_before_is_said(record: CompleteRecord, said: str | None) -> None:
+def test_resume_with_changed_settings_warns(record: CompleteRecord, said: str | None) -> None:
     reported = what_differs(record, {"seed": 2, "num_generations": 4})
     assert len(reported) == (said is not None)
     assert said is None or said in reported[0]
 
 
-def test_what_earlier_attempts_have_left_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_away_after_attempts_quarantines_later_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (3, 6, 7, 8):
         make(tmp_path, step)
     make(tmp_path, 9, complete=False)
@@ -160,7 +164,9 @@ def test_what_earlier_attempts_have_left_is_cleared_away(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("by_itself", "first_step"), [(True, 0), (False, 3)])
-def test_what_a_person_starts_anew_deletes_no_checkpoint(by_itself: bool, first_step: int, tmp_path: Path) -> None:
+def test_clear_away_on_start_by_user_quarantines_without_deleting(
+    by_itself: bool, first_step: int, tmp_path: Path
+) -> None:
     """A line without --resume, or with an older checkpoint's name: all that was there is quarantined."""
     for step in (3, 6, 7, 8, 9):
         make(tmp_path, step)

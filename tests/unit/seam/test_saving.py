@@ -44,7 +44,7 @@ PARTITION = "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.bin"
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_disk_that_fills_up_is_named_and_gets_space_again(error: Exception, rank: int, tmp_path: Path) -> None:
+def test_save_on_full_disk_names_rank_and_removes_its_files(error: Exception, rank: int, tmp_path: Path) -> None:
     six = make(tmp_path, 6)
     nine = make(tmp_path, 9, complete=False)
     words = rf"rank {rank} wrote checkpoint-9 \[GRPO-702\]: .* GB are free"
@@ -59,7 +59,9 @@ def test_a_disk_that_fills_up_is_named_and_gets_space_again(error: Exception, ra
     assert newest_complete(tmp_path) == six
 
 
-def test_another_ranks_full_disk_is_not_reported_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_after_full_disk_on_other_rank_reraises_job_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nine = make(tmp_path, 9, complete=False)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**12, 10**12, 0))
     record = FailureRecord(node=0, host="a", rank=0, phase="save", cause="OSError: [Errno 28] no space left")
@@ -67,7 +69,9 @@ def test_another_ranks_full_disk_is_not_reported_twice(tmp_path: Path, monkeypat
         raise JobFailed(record)
 
 
-def test_another_error_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_error_counts_as_full_disk_only_without_free_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nine = make(tmp_path, 9, complete=False)
     with pytest.raises(RuntimeError, match="the model is odd"), reporting_a_full_disk(nine, 0, 2):
         raise RuntimeError("the model is odd")
@@ -86,7 +90,7 @@ def test_another_error_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.Monk
         ({"datastates_ckpt": {}}, r"datastates_ckpt is \{\}"),
     ],
 )
-def test_writers_that_come_back_too_early_are_refused(config: dict, key: str) -> None:
+def test_check_deepspeed_with_asynchronous_writer_raises(config: dict, key: str) -> None:
     with pytest.raises(ValueError, match=rf"DeepSpeed's {key}.*Remove it"):
         check_deepspeed(config)
 
@@ -101,11 +105,11 @@ def test_writers_that_come_back_too_early_are_refused(config: dict, key: str) ->
         {"datastates_ckpt": False},
     ],
 )
-def test_others_are_not(config: dict | None) -> None:
+def test_check_deepspeed_with_blocking_writer_returns_none(config: dict | None) -> None:
     assert check_deepspeed(config) is None
 
 
-def test_a_file_system_of_one_node_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_see_all_with_unshared_folder_names_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make(tmp_path, 9, complete=False)
     monkeypatch.setattr(time, "sleep", lambda _: (folder / "rollout_state_0.pt").touch())
     saving.see_all(folder, 1)  # which it shows late
@@ -113,7 +117,7 @@ def test_a_file_system_of_one_node_alone_is_named(tmp_path: Path, monkeypatch: p
         saving.see_all(folder, 2, Timeouts(visible_s=-1.0))
 
 
-def test_a_save_that_failed_is_heard_once(tmp_path: Path) -> None:
+def test_look_at_failed_save_raises_once(tmp_path: Path) -> None:
     """At the end of a step; what then saves the last step does not meet it again."""
     fail = OSError("the disk went away")
 
@@ -140,7 +144,7 @@ def test_a_save_that_failed_is_heard_once(tmp_path: Path) -> None:
         (False, False, False, False, False),
     ],
 )
-def test_when_shards_are_all_of_the_weights(
+def test_writes_only_shards_matches_deepspeed_settings(
     deepspeed: bool, only_model: bool, parts: bool, gathers: bool, expected: bool
 ) -> None:
     view = SimpleNamespace(

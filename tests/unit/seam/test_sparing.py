@@ -47,7 +47,7 @@ def asked(trainer: GRPOTrainer) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_batch_trains_on_the_first_groups_with_spread(seed: int, make: Make) -> None:
+def test_spare_groups_batch_trains_on_first_groups_with_spread(seed: int, make: Make) -> None:
     trainer = make(replies, length, train_dataset=numbers(), config={**SPARE, "seed": seed})
     (line,) = steps_of(trainer)
     assert trainer._parts.order.sampler is not None
@@ -64,7 +64,7 @@ def test_a_batch_trains_on_the_first_groups_with_spread(seed: int, make: Make) -
     assert line["spare_groups/used"] == sum(text in sampled[2:] for text in chosen)
 
 
-def test_each_batch_owns_its_groups_whatever_was_trained_before(make: Make) -> None:
+def test_sampled_batch_after_training_covers_each_prompt_once(make: Make) -> None:
     config = {**SPARE, "max_steps": 3}
     trainer = make(replies, length, train_dataset=numbers(), config=config)
     steps_of(trainer)
@@ -74,7 +74,7 @@ def test_each_batch_owns_its_groups_whatever_was_trained_before(make: Make) -> N
     assert sorted(rows) == [*range(12)]
 
 
-def test_sampling_ahead_takes_the_same_groups(make: Make) -> None:
+def test_spare_groups_with_lookahead_match_on_policy_curve(make: Make) -> None:
     def curve(**config: Any) -> list[tuple[float, ...]]:
         names = "reward", "reward_std", "spare_groups/used", "completions/mean_length"
         trainer = make(replies, length, train_dataset=numbers(24), config={**SPARE, "max_steps": 4, **config})
@@ -83,7 +83,7 @@ def test_sampling_ahead_takes_the_same_groups(make: Make) -> None:
     assert curve() == curve(generation_lookahead=1)
 
 
-def test_no_spare_groups_is_a_batch_as_it_was(make: Make) -> None:
+def test_spare_groups_of_zero_match_default_curve(make: Make) -> None:
     names = "reward", "loss", "grad_norm", "completions/mean_length"
 
     def curve(**config: Any) -> list[tuple[float, ...]]:
@@ -93,7 +93,7 @@ def test_no_spare_groups_is_a_batch_as_it_was(make: Make) -> None:
     assert curve() == curve(spare_groups=0, max_flat_batches=1)
 
 
-def test_episodes_with_tools_are_dealt_out_whole(make: Make) -> None:
+def test_spare_groups_with_tools_keep_messages_and_rewards_in_rows(make: Make) -> None:
     """Messages, masks and rewards stay with their rows."""
     trainer = make(calculates, right, tools=[times], config={**SPARE, "max_steps": 2})
     assert [line["loss"] == line["loss"] for line in steps_of(trainer)] == [True, True]
@@ -104,7 +104,7 @@ def test_episodes_with_tools_are_dealt_out_whole(make: Make) -> None:
     assert {len(completion) for completion in trainer._logs["completion"]} == {1, 3}
 
 
-def test_batches_without_spread_end_the_job_with_the_reason(make: Make) -> None:
+def test_max_flat_batches_when_reached_ends_job(make: Make) -> None:
     config = {**SPARE, "max_steps": 9, "max_flat_batches": 2}
     trainer = make(lambda text, seed: "1<e>", length, train_dataset=numbers(), config=config)
     with pytest.raises(JobFailed, match=r"2 generation batches in a row \(max_flat_batches\).*GRPO-618"):
@@ -112,7 +112,7 @@ def test_batches_without_spread_end_the_job_with_the_reason(make: Make) -> None:
     assert trainer.state.global_step == 1
 
 
-def test_mostly_flat_groups_are_reported_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_flat_groups_over_20_batches_warn_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     config = {**SPARE, "max_steps": 24, "num_train_epochs": 50, "max_flat_batches": 0}
     trainer = make(lambda text, seed: "1<e>", length, train_dataset=numbers(), config=config)
     with caplog.at_level("WARNING"):
@@ -132,12 +132,12 @@ def test_mostly_flat_groups_are_reported_once(make: Make, caplog: pytest.LogCapt
         ({"config": {**SPARE, "accelerator_config": {"split_batches": True}}}, "accelerator_config has split_batches"),
     ],
 )
-def test_what_cannot_have_spare_groups_is_refused_by_name(more: dict[str, Any], said: str, make: Make) -> None:
+def test_spare_groups_with_unsupported_setting_raises(more: dict[str, Any], said: str, make: Make) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         make(replies, length, **{"train_dataset": numbers(), "config": SPARE, **more})
 
 
-def test_a_sampler_of_ones_own_has_no_spare_groups(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spare_groups_with_own_sampler_raises(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from trl.trainer.utils import RepeatSampler
 
     def sampler(self: Any, dataset: Any = None) -> RepeatSampler:
@@ -152,7 +152,7 @@ def test_a_sampler_of_ones_own_has_no_spare_groups(make: Make, monkeypatch: pyte
 # -- a curriculum -----------------------------------------------------------------------------------------------------
 
 
-def test_prompts_come_in_an_order_of_ones_own(make: Make) -> None:
+def test_prompt_order_per_epoch_sets_prompt_sequence(make: Make) -> None:
     """Of a part of the rows, another one in each epoch."""
     orders = {0: [7, 5, 3, 1], 1: [1, 3, 9, 11]}
     seen: list[str] = []
@@ -174,7 +174,7 @@ def test_prompts_come_in_an_order_of_ones_own(make: Make) -> None:
         ({0: [0, 1, 2, 3], 1: [0, 1]}, "prompt_order gives 2 rows in epoch 1, and 4 before"),
     ],
 )
-def test_an_order_that_does_not_fit_is_refused(orders: dict[int, list[int]], said: str, make: Make) -> None:
+def test_prompt_order_with_wrong_rows_raises(orders: dict[int, list[int]], said: str, make: Make) -> None:
     config = {"max_steps": 4, "num_train_epochs": 2}
     trainer = make(replies, length, train_dataset=numbers(), config=config, prompt_order=orders.__getitem__)
     with pytest.raises(ValueError, match=said):

@@ -57,12 +57,12 @@ IN_FILES = [row for row in (*TABLE, *DOCUMENTED) if row.owner != IN_C]
 
 
 @pytest.mark.parametrize("row", IN_FILES, ids=str)
-def test_a_listed_name_is_as_installed(row: PrivateName) -> None:
+def test_private_name_in_table_matches_installed_library(row: PrivateName) -> None:
     assert complaint(row, Libraries()) == ""
 
 
 @pytest.mark.parametrize("row", [row for row in IN_FILES if row.owner.startswith("trl.")], ids=str)
-def test_a_name_that_trl_renames_is_named(row: PrivateName) -> None:
+def test_complaint_after_trl_rename_names_missing_symbol(row: PrivateName) -> None:
     module, _ = Libraries().module_of(row.owner)
     source = source_of(module)
     assert source is not None
@@ -70,7 +70,7 @@ def test_a_name_that_trl_renames_is_named(row: PrivateName) -> None:
     assert complaint(row, renamed) == f"{row} ({row.use}): {row.owner} has no {row.name}"
 
 
-def test_a_parameter_that_trl_adds_is_named() -> None:
+def test_complaint_after_trl_adds_parameter_names_signature() -> None:
     module = "trl.trainer.grpo_trainer"
     source = source_of(module).replace("def _generate(self, prompts: list", "def _generate(self, first, prompts: list")
     assert [complaint(row, Libraries({module: source})) for row in IN_FILES if row.name == "_generate"] == [
@@ -79,7 +79,7 @@ def test_a_parameter_that_trl_adds_is_named() -> None:
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.symbol)
-def test_what_is_patched_is_as_installed(patch: Patch) -> None:
+def test_patched_symbol_matches_installed_signature(patch: Patch) -> None:
     if patch.symbol in NOT_IN_A_FILE:
         return  # `Patch` looks at it when it is applied
     owner, _, name = patch.symbol.rpartition(".")
@@ -89,7 +89,7 @@ def test_what_is_patched_is_as_installed(patch: Patch) -> None:
         assert fits(found, patch.looks)
 
 
-def test_all_patches_are_found() -> None:
+def test_patches_have_unique_symbols() -> None:
     assert len(PATCHES) == len({patch.symbol for patch in PATCHES}) > 20
 
 
@@ -123,7 +123,7 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-def test_every_private_attribute_is_ours_or_listed() -> None:
+def test_private_attributes_in_package_are_own_or_listed() -> None:
     known = own_names() | listed() | {"_dynamo", "_inductor"}  # modules of torch's
     outside = {
         f"{place}: {ast.unparse(node)}"
@@ -133,7 +133,7 @@ def test_every_private_attribute_is_ours_or_listed() -> None:
     assert outside == set()
 
 
-def test_every_private_name_that_is_imported_is_listed() -> None:
+def test_imported_private_names_are_listed() -> None:
     outside = {
         f"{path}: {node.module}.{alias.name}"
         for path, tree in FILES.items()
@@ -160,7 +160,7 @@ def shared_with_trls() -> set[str]:
     return used
 
 
-def test_what_the_trainers_share_with_trls_is_listed() -> None:
+def test_names_shared_with_trl_trainers_match_table() -> None:
     """Public names too, and one of ours that TRL begins to use for something else."""
     libraries, used = Libraries(), shared_with_trls()
     theirs = set().union(*(libraries.scope(owner).own for owner in TRAINERS)) - {"__init__"}
@@ -169,14 +169,14 @@ def test_what_the_trainers_share_with_trls_is_listed() -> None:
     assert of_trainers - used == set(), "in the table, and not used"
 
 
-def test_no_row_is_for_nothing() -> None:
+def test_table_rows_are_all_used() -> None:
     used = {node.attr for _, node in attributes()} | own_names()
     words = {word for path in FILES if path.name != "table.py" for word in re.findall(r"\w+", path.read_text())}
     assert [str(row) for row in TABLE if row.name not in used | words] == []
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_what_is_imported_is_there(library: str) -> None:
+def test_imports_from_libraries_exist_as_installed(library: str) -> None:
     """From modules in which it is defined: a library's own package gives its names out in ways of its own."""
     libraries, missing, seen = Libraries(), [], 0
     for path, tree in FILES.items():

@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "lora"])
-def test_a_row_scores_as_if_it_were_alone(
+def test_logps_of_padded_batch_match_single_rows(
     family: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_scripted_engines(monkeypatch)
@@ -91,7 +91,7 @@ class Gradients(TrainerCallback):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_padded_rows(
+def test_gradients_with_trim_padding_match_padded_rows(
     family: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tokens_of(sample: Sample, number: int) -> list[int]:
@@ -150,7 +150,7 @@ def lengths_of(batches: list[dict[str, Any]]) -> Iterator[list[int]]:
         yield batch["advantages"].int().tolist()
 
 
-def test_columns_without_a_token_go() -> None:
+def test_trimmed_drops_columns_without_tokens() -> None:
     found = trimmed(batch_of([4, 7]))
     assert {name: tuple(each.shape) for name, each in found.items() if isinstance(each, torch.Tensor)} == {
         "prompt_ids": (2, 2),
@@ -167,7 +167,7 @@ def test_columns_without_a_token_go() -> None:
     assert trimmed(batch_of([0, 0]))["completion_mask"].shape == (2, 1)  # as for rows that are all cut off
 
 
-def test_rows_of_a_step_by_their_lengths_and_no_row_in_another_step() -> None:
+def test_sorted_in_blocks_orders_rows_by_length_within_each_step() -> None:
     batches = [batch_of(lengths) for lengths in ([1, 8], [3, 12], [2, 4], [11, 5])]
     assert [*lengths_of(sorted_in_blocks(batches, 2))] == [[12, 8], [3, 1], [11, 5], [4, 2]]
     whole = sorted_in_blocks(batches, 4)
@@ -181,7 +181,7 @@ def test_rows_of_a_step_by_their_lengths_and_no_row_in_another_step() -> None:
         assert batch["num_items_in_batch"] == 7
 
 
-def test_equal_rows_stay_in_their_order() -> None:
+def test_by_length_of_equal_rows_keeps_order() -> None:
     assert by_length(torch.tensor([[1, 0], [1, 1], [0, 1], [1, 1]])).tolist() == [1, 3, 0, 2]
 
 
@@ -198,7 +198,7 @@ def test_equal_rows_stay_in_their_order() -> None:
         ({"loss_type": "grpo"}, False),
     ],
 )
-def test_losses_that_depend_on_the_grouping_keep_trls_order(
+def test_depends_on_grouping_matches_loss_settings(
     options: dict[str, Any],
     is_left: bool,
     models: dict[str, Path],
@@ -213,7 +213,7 @@ def test_losses_that_depend_on_the_grouping_keep_trls_order(
     assert trainer._parts.trimming.depends_on_grouping() is is_left
 
 
-def test_a_loss_of_a_subclass_keeps_trls_order(
+def test_depends_on_grouping_with_overridden_loss_is_true(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class MeanOfTokens(GRPOTrainer):

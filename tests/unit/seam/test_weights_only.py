@@ -16,7 +16,7 @@ class Code:
         return print, ("code of the checkpoint runs",)
 
 
-def test_a_pickle_runs_nothing_during_a_resume(
+def test_torch_load_during_resume_refuses_pickled_code(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     use_scripted_engines(monkeypatch)

@@ -21,7 +21,7 @@ from tests.support.tiny_models import tiny_model
     ],
     ids=["linear", "rsLoRA", "embedding", "DoRA", "DoRA of an embedding"],
 )
-def test_merging_is_pefts(settings: dict[str, Any]) -> None:
+def test_lora_merged_weights_match_peft(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = get_peft_model(tiny_model("llama-untied"), LoraConfig(**{"r": 4, "lora_alpha": 16, **settings}))
     for name, parameter in model.named_parameters():

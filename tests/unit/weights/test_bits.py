@@ -211,7 +211,9 @@ def stack(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> St
 
 @pytest.mark.parametrize("backend", ["nccl", "shm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # parts of odd sizes: nothing is aligned to words
-def test_bits_that_arrive_as_they_were_sent(backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_bits_with_intact_weights_passes(
+    backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stack = Stack(backend, monkeypatch, dtype)
     for _ in range(2):
         for tensor in stack.source.tensors.values():
@@ -226,22 +228,20 @@ def test_bits_that_arrive_as_they_were_sent(backend: str, dtype: torch.dtype, mo
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_page_that_is_not_what_was_sent(stack: Stack, fault: Fault) -> None:
+def test_check_bits_with_corrupted_page_names_tensor(stack: Stack, fault: Fault) -> None:
     stack.put_in(fault)
     assert re.search(OTHER_BITS, stack.sync())
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_receive_buffer_that_is_used_again_before_the_loader_reads_it(
-    fault: Fault, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_bits_with_reused_receive_buffer_names_tensor(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     stack = Stack("nccl", monkeypatch)
     stack.put_in(fault)
     stack.wire.is_late = True
     assert re.search(USED_AGAIN, stack.sync())
 
 
-def test_a_worker_that_keeps_what_stands_in_shared_memory_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_bits_without_copy_from_shared_memory_names_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer fills the buffer again while the layer still waits for its other tensors."""
     stack = Stack("shm", monkeypatch)
     stack.worker.copies = False
@@ -249,7 +249,7 @@ def test_a_worker_that_keeps_what_stands_in_shared_memory_without_a_copy(monkeyp
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_without_the_check_the_engine_computes_with_wrong_bits_and_nothing_says_so(stack: Stack, is_late: bool) -> None:
+def test_weight_sync_without_check_bits_misses_wrong_bits(stack: Stack, is_late: bool) -> None:
     """The tests above can fail."""
     stack.put_in(drop)
     stack.wire.is_late = is_late

@@ -31,11 +31,11 @@ from grpo.weights.nccl import UNALIGNED
         ([0, 6, 0], 6, [[0, 1, 2]]),
     ],
 )
-def test_buckets(sizes: list[int], limit: int, buckets: list[list[int]]) -> None:
+def test_make_buckets_splits_sizes_by_limit(sizes: list[int], limit: int, buckets: list[list[int]]) -> None:
     assert make_buckets(sizes, limit) == buckets
 
 
-def test_a_packed_buffer_is_aligned_and_in_order() -> None:
+def test_packed_offsets_are_aligned_and_in_order() -> None:
     metas = [ParamMeta(f"p{i}", torch.bfloat16, (size,)) for i, size in enumerate([3, 40, 64])]
     assert packed_offsets(metas) == [0, 64, 192]  # 6 bytes, then 80, which take two lines
     assert packed_bytes(metas) == 320
@@ -48,7 +48,7 @@ def test_a_packed_buffer_is_aligned_and_in_order() -> None:
     assert (packed_offsets([]), packed_bytes([])) == ([], 0)
 
 
-def test_a_bucket_of_several_dtypes_is_taken_apart_by_vllms_own_worker() -> None:
+def test_aligned_bucket_of_mixed_dtypes_unpacks_in_vllm() -> None:
     """Without gaps, in any order that the model has: an odd number of bfloat16 before a float32 cannot be viewed."""
     metas = [
         ParamMeta("odd", torch.bfloat16, (3,)),
@@ -77,7 +77,7 @@ def test_a_bucket_of_several_dtypes_is_taken_apart_by_vllms_own_worker() -> None
         assert (tensor == index + 1).all()
 
 
-def test_a_scalar_travels_as_a_tensor_of_one() -> None:
+def test_described_scalar_has_shape_of_one() -> None:
     """vLLM's worker makes views of what is packed, and none of no sizes (0.31)."""
     metas = [ParamMeta("scale", torch.float32, torch.Size([])), ParamMeta("w", torch.float32, torch.Size([2, 3]))]
     assert described(metas)["shapes"] == [[1], [2, 3]]

@@ -3,7 +3,7 @@
 from grpo.weights.completeness import unsent_names
 
 
-def test_a_sync_is_checked_by_name_too() -> None:
+def test_unsent_names_lists_missing_parameters() -> None:
     known = {"a", "b", "c"}
     assert unsent_names(known=set(), received=known, held=()) == []
     assert unsent_names(known=known, received={"a", "b"}, held={"c"}) == []

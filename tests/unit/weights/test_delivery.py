@@ -24,7 +24,7 @@ from tests.support.made_up_jobs import job
 from tests.support.scripted_trainer import make_trainer, use_scripted_engines
 
 
-def test_an_engine_that_does_not_come_to_the_sync_group(
+def test_weight_sync_group_with_absent_engine_ends_job(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end = threading.Event()
@@ -139,13 +139,13 @@ def delivered(
     return sent, ends
 
 
-def test_a_gap_on_one_node_sends_everything_again_on_all() -> None:
+def test_verification_gap_on_one_node_resends_all_weights_on_all() -> None:
     sent, ends = delivered([0.01, 0.01, 0.01, 0.02], [0.01, 0.3, 0.01, 0.01])
     assert sent == [["all", "sync", "sync", "all", "sync", "sync"]] * 2
     assert ends == ["within 0.05"] * 2
 
 
-def test_one_that_stays_ends_the_job_on_all_behind_a_checkpoint_and_names_the_node() -> None:
+def test_repeated_gap_on_one_node_ends_job_on_all_and_names_node() -> None:
     sent, ends = delivered([0.01, 0.01, 0.01], [0.01, 0.3, 0.2])
     assert sent == [["all", "sync", "sync", "all", "sync"]] * 2
     assert ends[0] == ends[1]
@@ -153,18 +153,18 @@ def test_one_that_stays_ends_the_job_on_all_behind_a_checkpoint_and_names_the_no
     assert "engine 0 of node 1 does not compute what the trainer does" in ends[0]
 
 
-def test_one_within_the_hard_limit_goes_on_on_all() -> None:
+def test_repeated_gap_within_hard_limit_continues_on_all_nodes() -> None:
     _, ends = delivered([0.01, 0.01, 0.01], [0.01, 0.1, 0.1])
     assert ends == ["beyond"] * 2
 
 
-def test_a_first_one_that_fails_on_one_node_ends_the_job_on_all() -> None:
+def test_first_verification_failing_on_one_node_ends_job_on_all() -> None:
     sent, ends = delivered([0.01], [0.2])
     assert sent == [["all", "sync"]] * 2
     assert ends[0] == ends[1]
     assert ends[0].startswith("JobFailed: node 1 (host1), rank 1")
 
 
-def test_what_one_rank_has_seen_of_frozen_parameters_travels_from_all() -> None:
+def test_frozen_writes_on_one_rank_are_resent_from_all_ranks() -> None:
     sent, _ = delivered([0.01] * 3, [0.01] * 3, written=([[], ["norm"], []], [[], ["embedding", "norm"], []]))
     assert sent == [["all", "sync", "embedding and norm", "sync", "sync"]] * 2

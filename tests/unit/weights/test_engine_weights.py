@@ -87,7 +87,7 @@ def weights(value: float = 1.0, scalar: torch.dtype = torch.bfloat16) -> dict[st
     }
 
 
-def test_what_a_sync_brings_stands_in_the_tensors_that_kernels_hold() -> None:
+def test_engine_sync_writes_into_tensors_held_by_kernels() -> None:
     engine = Engine()
     experts, gate = engine.model.layer.experts, engine.model.layer.gate
     kept = (gate.weight, experts.e_score_correction_bias, experts.layer_scalar)  # as a router, or a CUDA graph, keeps
@@ -100,14 +100,14 @@ def test_what_a_sync_brings_stands_in_the_tensors_that_kernels_hold() -> None:
 
 
 @pytest.mark.parametrize("missing", ["gate.e_score_correction_bias", "experts.layer_scalar"])
-def test_what_vllm_does_not_count_is_missed_by_name(missing: str) -> None:
+def test_engine_sync_without_uncounted_tensor_names_it(missing: str) -> None:
     engine = Engine()
     sent = {name: weight for name, weight in weights().items() if name != f"model.layer.{missing}"}
     with pytest.raises(IncompleteSyncError, match=rf"1 places \[GRPO-503\]: layer\.{missing}: no weight sync has"):
         engine.sync(sent)
 
 
-def test_a_layer_that_came_in_part_is_not_completed_with_whatever_is_in_memory() -> None:
+def test_engine_sync_of_partial_layer_raises() -> None:
     """vLLM does, of a whole number too, which dummy loading leaves alone."""
     engine = Engine()
     engine.model.layer.experts.register_buffer("hash_table", torch.arange(4))
@@ -136,7 +136,7 @@ class Fused(nn.Module):
 
 
 @pytest.mark.parametrize("sent", [{"gate_proj": 1.0}, {"gate_proj": 1.0, "up_proj": 2.0}])
-def test_half_of_a_fused_layer_is_missed_by_name(sent: dict[str, float]) -> None:
+def test_engine_sync_of_fused_layer_requires_both_halves(sent: dict[str, float]) -> None:
     engine = Engine()
     engine.model = Fused()  # type: ignore[assignment]
     record_metadata_for_reloading(engine.model)
@@ -149,7 +149,7 @@ def test_half_of_a_fused_layer_is_missed_by_name(sent: dict[str, float]) -> None
         assert engine.model.gate_up_proj.weight.tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
 
 
-def test_a_frozen_layer_may_stay_behind_once_it_was_sent() -> None:
+def test_engine_sync_keeps_held_frozen_layer_after_first_sync() -> None:
     engine = Engine()
     engine.sync(weights(1.0))
     router = "model.layer.gate.weight"
@@ -159,7 +159,7 @@ def test_a_frozen_layer_may_stay_behind_once_it_was_sent() -> None:
 
 
 @pytest.mark.parametrize("name", ["gate.weight", "gate.e_score_correction_bias"])
-def test_a_tensor_in_another_dtype_is_refused_by_name(name: str) -> None:
+def test_engine_sync_with_other_dtype_names_tensor(name: str) -> None:
     engine = Engine()
     engine.sync(weights())
     wrong = weights()
@@ -176,7 +176,7 @@ def question(**shapes: tuple[int, ...]) -> dict[str, Any]:
     return {"metas": described(metas), "buffers": buffers, "experts": experts}
 
 
-def test_an_engine_says_how_it_holds_what_and_is_left_as_it_was() -> None:
+def test_wire_format_of_engine_reports_dtypes_and_changes_nothing() -> None:
     engine = Engine()
     engine.sync(weights(2.0))
     kept = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
@@ -200,7 +200,7 @@ class PassesOver(Model):
         return super().load_weights((name, w) for name, w in weights if not name.endswith(".bias") or name in known)
 
 
-def test_what_a_model_passes_over_in_silence_has_no_place() -> None:
+def test_wire_format_lists_silently_skipped_tensor_as_unplaced() -> None:
     engine = Engine()
     engine.model = PassesOver()
     record_metadata_for_reloading(engine.model)
@@ -220,7 +220,7 @@ class Computes(Model):
         return super().load_weights(came.items())
 
 
-def test_what_is_computed_before_it_is_loaded_has_a_place() -> None:
+def test_wire_format_counts_tensor_combined_in_loader_as_placed() -> None:
     engine = Engine()
     engine.model = Computes()
     record_metadata_for_reloading(engine.model)
@@ -228,7 +228,7 @@ def test_what_is_computed_before_it_is_loaded_has_a_place() -> None:
     assert (answer.unplaced, {*answer.dtypes}) == ((), {"model.layer.gate.e_score_correction_bias"})
 
 
-def test_experts_come_one_by_one_where_a_layer_is_not_vllms_own() -> None:
+def test_whole_loads_with_foreign_experts_layer_returns_none() -> None:
     layer = Experts(nn.Parameter(torch.zeros(2, 3, 3)))
     place = Destination(path="experts.w2", layer=layer, name="w2", tensor=layer.e_score_correction_bias)
     calls = {str(i): [Arrival(destination=place, details={"shard_id": "w2", "expert_id": i})] for i in range(2)}
@@ -236,7 +236,7 @@ def test_experts_come_one_by_one_where_a_layer_is_not_vllms_own() -> None:
     assert whole_loads([["0", "unknown"]], calls) is None
 
 
-def test_a_name_that_comes_twice_is_refused() -> None:
+def test_note_received_with_repeated_name_raises() -> None:
     engine = Engine()
     engine.start_weight_update()
     engine.note_received(["model.layer.gate.weight"], [])

@@ -43,7 +43,7 @@ def four_bit_layers(model: nn.Module) -> dict[str, Linear4bit]:
 @pytest.mark.parametrize("engine", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("kind", "double", "loaded"), [("nf4", True, torch.float32), ("fp4", False, torch.bfloat16)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_travels_is_what_the_layers_multiply_with(
+def test_sent_four_bit_weights_match_layer_products(
     family: str, kind: str, double: bool, loaded: torch.dtype, engine: torch.dtype, tmp_path: Path
 ) -> None:
     plain = AutoModelForCausalLM.from_config(tiny_config(family)).state_dict()
@@ -62,7 +62,7 @@ def test_what_travels_is_what_the_layers_multiply_with(
                 assert torch.equal(layer(rows), rows @ weight.T + bias), name
 
 
-def test_all_of_a_checkpoint_travels_under_its_names(tmp_path: Path) -> None:
+def test_four_bit_source_sends_checkpoint_names_and_finds_writes(tmp_path: Path) -> None:
     model = quantised("qwen2-tied", tmp_path)
     wrapped = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
     compute_in(wrapped, torch.float32)
@@ -86,7 +86,7 @@ def test_all_of_a_checkpoint_travels_under_its_names(tmp_path: Path) -> None:
     assert not source.plan().is_adapters
 
 
-def test_training_goes_on_after_a_forward_without_gradients(tmp_path: Path) -> None:
+def test_four_bit_training_after_no_grad_forward_has_gradients(tmp_path: Path) -> None:
     """On a CPU with AVX-512 for bfloat16 a layer packs itself there, unless it is kept from it."""
     model = quantised("llama-untied", tmp_path)
     wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
@@ -104,7 +104,7 @@ def test_training_goes_on_after_a_forward_without_gradients(tmp_path: Path) -> N
         assert torch.equal(layer.weight.data, before[name])
 
 
-def test_adapters_are_held_in_float32(tmp_path: Path) -> None:
+def test_compute_in_keeps_adapters_in_float32(tmp_path: Path) -> None:
     model = get_peft_model(quantised("qwen2-tied", tmp_path), LoraConfig(r=4, target_modules=["q_proj"]))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
@@ -119,7 +119,7 @@ def test_adapters_are_held_in_float32(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_counted_are_the_bytes_that_are_held(family: str, double: bool, tmp_path: Path) -> None:
+def test_four_bit_weights_count_matches_held_bytes(family: str, double: bool, tmp_path: Path) -> None:
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=double)
     with torch.device("meta"):
         counted = four_bit_weights(AutoModelForCausalLM.from_config(tiny_config(family)), config)
@@ -131,7 +131,7 @@ def test_counted_are_the_bytes_that_are_held(family: str, double: bool, tmp_path
     assert counted.num_bytes == sum(each.nbytes for each in weights if is_four_bit(each)) + scales
 
 
-def test_a_list_of_modules_to_leave_out_replaces_the_one_with_the_head() -> None:
+def test_quantises_head_with_skip_list_without_head_is_true() -> None:
     model = tiny_model("llama-untied")
     asked = BitsAndBytesConfig(load_in_4bit=True)
     assert not quantises_head(model, asked)

@@ -7,7 +7,7 @@ from grpo.weights.gather import put_rows
 
 
 @pytest.mark.parametrize(("numel", "ranks"), [(12, 3), (10, 3), (7, 4), (2, 3), (1, 1), (5, 1)])
-def test_shards_are_put_together_without_their_padding(numel: int, ranks: int) -> None:
+def test_put_rows_joins_shards_without_padding(numel: int, ranks: int) -> None:
     shard = -(-numel // ranks)
     rows = torch.arange(ranks * shard, dtype=torch.float32).view(ranks, shard)
     expected = torch.arange(numel, dtype=torch.bfloat16)

@@ -28,7 +28,7 @@ def methods_of(engine: ScriptedEngine) -> list[str]:
     return [method for method, _ in engine.calls]
 
 
-def test_engines_are_paused_around_the_update_and_keep_their_caches() -> None:
+def test_sync_in_flight_pauses_engines_and_keeps_prefix_caches() -> None:
     def count(method: str, kwargs: dict[str, Any]) -> Any:
         return {4: 17} if method == "pause" else agree(method, kwargs)
 
@@ -59,7 +59,7 @@ def test_engines_are_paused_around_the_update_and_keep_their_caches() -> None:
     syncer.close()
 
 
-def test_at_rest_engines_are_not_paused() -> None:
+def test_sync_at_rest_does_not_pause_engines() -> None:
     engine = ScriptedEngine()
     syncer = syncer_of([engine])
     with syncer.at_rest():
@@ -73,7 +73,7 @@ def test_at_rest_engines_are_not_paused() -> None:
     syncer.close()
 
 
-def test_a_rank_without_engines_pauses_none() -> None:
+def test_sync_on_rank_without_engines_reports_no_pause() -> None:
     bystander = syncer_of([], in_flight=True)
     with bystander.at_rest():
         bystander.connect()
@@ -84,7 +84,7 @@ def test_a_rank_without_engines_pauses_none() -> None:
 
 
 @pytest.mark.parametrize("refused", ["pause", "start_weight_update", "update_weights", "check_bits"])
-def test_a_sync_that_fails_hands_the_error_back_and_lets_no_engine_go_on(refused: str) -> None:
+def test_failed_sync_in_flight_returns_error_and_resumes_no_engine(refused: str) -> None:
     """With parts of two policies; those who called it end the engines."""
 
     def refuse(method: str, kwargs: dict[str, Any]) -> Any:
@@ -101,7 +101,7 @@ def test_a_sync_that_fails_hands_the_error_back_and_lets_no_engine_go_on(refused
     syncer.close()
 
 
-def test_calls_beside_a_sync_pause_engines_and_do_not_resume_them_after_an_error() -> None:
+def test_at_rest_pauses_engines_and_resumes_only_on_success() -> None:
     engines = [ScriptedEngine(), ScriptedEngine()]
     syncer = syncer_of(engines, in_flight=True)
     with syncer.at_rest():
@@ -124,7 +124,7 @@ DEATHS = {
 
 
 @pytest.mark.parametrize("where", DEATHS)
-def test_whatever_breaks_a_sync_no_engine_that_goes_on_is_left_paused(
+def test_engine_death_during_sync_leaves_no_live_engine_paused(
     where: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And none samples with parts of two policies: between a weight sync that began and one that ended none goes on."""

@@ -8,7 +8,7 @@ from grpo.weights.layers import OUTPUT_PROJECTIONS, frozen_names, layer_groups
 from tests.support.tiny_models import tiny_model
 
 
-def test_which_parameters_may_share_a_layer_of_the_engine() -> None:
+def test_layer_groups_join_parameters_of_fused_layers() -> None:
     groups = layer_groups(tiny_model("qwen2-tied"))
     layer = "model.layers.1"
     fused = [f"{layer}.self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")]
@@ -24,7 +24,7 @@ def test_which_parameters_may_share_a_layer_of_the_engine() -> None:
     assert len({group for name, group in experts.items() if ".layers.0.mlp." in name}) == 1  # router and experts
 
 
-def test_vllm_fuses_no_two_parameters_that_are_distinguished() -> None:
+def test_layer_groups_agree_with_vllm_fused_modules() -> None:
     """Read from vLLM's own tables of all its models, without importing them."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
@@ -45,7 +45,7 @@ def test_vllm_fuses_no_two_parameters_that_are_distinguished() -> None:
     assert seen > 50  # the tables were found
 
 
-def test_nothing_frozen_is_distinguished_from_nothing_trained() -> None:
+def test_frozen_names_match_parameters_without_gradients() -> None:
     trained = tiny_model("llama-untied")
     assert frozen_names(trained) == frozenset()
     trained.requires_grad_(False)

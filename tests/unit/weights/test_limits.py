@@ -23,7 +23,7 @@ def flips(count: int, nats: float, elsewhere: float) -> np.ndarray:
     return differences
 
 
-def test_gaps() -> None:
+def test_gap_between_computes_mean_and_max() -> None:
     gap = gap_between([[-1.0, -2.0], [-3.0, -4.0]], np.array([[-1.0, -2.5], [-3.0, -4.0]]), has_routers=False)
     assert (gap.mean, gap.max, gap.judged) == (0.125, 0.5, 0.125)
     assert str(gap) == "0.125 nats in the mean and 0.5 at most"
@@ -32,7 +32,7 @@ def test_gaps() -> None:
     assert gap_between([[-1.0, float("nan")]], np.array([[-1.0, -1.0]]), has_routers=True).judged == float("inf")
 
 
-def test_with_routers_the_worst_tokens_do_not_decide() -> None:
+def test_gap_between_with_routers_discounts_worst_tokens() -> None:
     """Of 40 tokens 38 count in the trimmed mean: 10 of 1.0 among them, and the median is 0."""
     differences = np.array([0.0] * 28 + [1.0] * 10 + [6.0] * 2)
     gap = gap_of(differences, has_routers=True)
@@ -55,7 +55,7 @@ KNOWN = {  # bfloat16, by others, with the same weights on both sides
 
 
 @pytest.mark.parametrize("seen", KNOWN)
-def test_gaps_that_others_have_seen_pass(seen: str) -> None:
+def test_judge_of_published_harmless_gaps_passes(seen: str) -> None:
     differences, has_routers = KNOWN[seen]
     gap = gap_of(differences, has_routers=has_routers)
     assert judge(gap.judged, hard=BF16, tight=None, was_sent_again=False) is GapVerdict.PASS, gap
@@ -71,13 +71,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_rounding_does_not_explain_is_refused(what: str) -> None:
+def test_judge_of_gaps_beyond_rounding_refuses(what: str) -> None:
     differences, has_routers = WRONG[what]
     gap = gap_of(differences, has_routers=has_routers)
     assert judge(gap.judged, hard=BF16, tight=None, was_sent_again=False) is GapVerdict.REFUSE, gap
 
 
-def test_what_follows_from_a_gap() -> None:
+def test_judge_with_tight_and_hard_limit_returns_verdict() -> None:
     def follows(gap: float, *, tight: float | None = 0.05, again: bool = False) -> GapVerdict:
         return judge(gap, hard=0.15, tight=tight, was_sent_again=again)
 
@@ -95,7 +95,7 @@ def test_what_follows_from_a_gap() -> None:
     assert [follows(gap, again=True) for gap in (0.151, float("inf"))] == [GapVerdict.END, GapVerdict.END]
 
 
-def test_the_first_gap_tightens_the_limit_and_never_loosens_it() -> None:
+def test_tight_limit_follows_first_gap_and_never_exceeds_hard() -> None:
     def limit(first: float, hard: float = BF16) -> float:
         return round(tight_limit(hard, LogprobGap(mean=9.0, max=9.0, judged=first)), 6)
 
@@ -106,7 +106,7 @@ def test_the_first_gap_tightens_the_limit_and_never_loosens_it() -> None:
     assert [limit(first, hard=0.4) for first in (0.001, 0.02, 0.3)] == [0.04, 0.1, 0.4], "a limit of the user's, too"
 
 
-def test_what_rounding_explains() -> None:
+def test_rounding_limit_matches_dtype_table() -> None:
     of = {(name, gpus): rounding_limit(getattr(torch, name), on_gpus=gpus) for name in NAMES for gpus in (False, True)}
     assert of["float32", False] == 1e-3
     assert of["float32", True] == 5e-3

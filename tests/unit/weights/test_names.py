@@ -16,14 +16,14 @@ def toy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return out
 
 
-def test_parameters_that_become_one_tensor_are_converted_together() -> None:
+def test_conversion_units_join_parameters_of_one_tensor() -> None:
     placeholders = {name: torch.empty(4, 2, device="meta") for name in ("q", "fused", "k", "plain")}
     assert conversion_units(toy, placeholders) == [["q", "k"], ["fused"], ["plain"]]
     assert conversion_units(dict, placeholders) == [["q"], ["fused"], ["k"], ["plain"]]
     assert conversion_units(toy, {}) == []
 
 
-def test_a_conversion_that_needs_all_parameters_is_refused() -> None:
+def test_conversion_units_with_global_conversion_raises() -> None:
     def count(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {f"{name}.of{len(tensors)}": tensor for name, tensor in tensors.items()}
 

@@ -60,7 +60,7 @@ def different(source: MadeUpSource, engine: StandInEngine) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_arrives_is_bit_equal(connected: Connect, dtype: torch.dtype) -> None:
+def test_nccl_transport_delivers_bit_equal_weights(connected: Connect, dtype: torch.dtype) -> None:
     source = MadeUpSource(NUM_BUCKETS, dtype)
     syncer, engine, _ = connected(source, Wire("cpu"))
     report, error = syncer.sync(1)
@@ -70,7 +70,7 @@ def test_what_arrives_is_bit_equal(connected: Connect, dtype: torch.dtype) -> No
     assert engine.methods()[-2:] == ["finish_weight_update", "reset_prefix_cache"]
 
 
-def test_an_engine_that_answers_early_gets_wrong_weights(connected: Connect) -> None:
+def test_nccl_engine_answering_early_gets_wrong_weights(connected: Connect) -> None:
     """The test above can fail: a buffer is filled again when its broadcast is over, or nobody takes any more."""
     source = MadeUpSource(NUM_BUCKETS, torch.float32)
     syncer, engine, _ = connected(source, Wire("cpu"), answers_early=True)
@@ -81,7 +81,7 @@ def test_an_engine_that_answers_early_gets_wrong_weights(connected: Connect) -> 
     assert len(different(source, engine)) > NUM_BUCKETS / 2
 
 
-def test_buffers_exist_during_a_sync_alone(connected: Connect) -> None:
+def test_nccl_buffers_exist_only_during_sync(connected: Connect) -> None:
     source = MadeUpSource(NUM_BUCKETS, torch.bfloat16)
     syncer, _, _ = connected(source, Wire("cpu"))
     transport = syncer._transport
@@ -102,7 +102,7 @@ def test_buffers_exist_during_a_sync_alone(connected: Connect) -> None:
     assert max(held) == sender.NUM_BUFFERS * source.buffer_bytes
 
 
-def test_a_broadcast_that_fails_ends_the_sync_after_the_whole_walk(connected: Connect) -> None:
+def test_nccl_broadcast_failure_ends_sync_after_all_buckets_filled(connected: Connect) -> None:
     source = MadeUpSource(NUM_BUCKETS, torch.float32)
     wire = Wire("cpu", fails_at=3)
     syncer, engine, _ = connected(source, wire, hangs=False)
@@ -124,7 +124,7 @@ def test_a_broadcast_that_fails_ends_the_sync_after_the_whole_walk(connected: Co
     assert different(source, other_engine) == []
 
 
-def test_an_engines_death_is_the_cause_and_not_the_broadcast_that_it_breaks(connected: Connect) -> None:
+def test_nccl_sync_after_engine_death_reports_death_not_broadcast(connected: Connect) -> None:
     source = MadeUpSource(NUM_BUCKETS, torch.float32)
     wire = Wire("cpu", fails_at=3)
     syncer, _, _ = connected(source, wire, dies_at=3)
@@ -133,7 +133,7 @@ def test_an_engines_death_is_the_cause_and_not_the_broadcast_that_it_breaks(conn
     assert source.num_fills == NUM_BUCKETS
 
 
-def test_an_engine_that_is_gone_before_the_first_broadcast(connected: Connect) -> None:
+def test_nccl_sync_with_dead_engine_ends_before_wire_timeout(connected: Connect) -> None:
     source = MadeUpSource(4, torch.float32)
     syncer, _, reported = connected(source, Wire("cpu", holds=True), dies_at=0)
     began = time.monotonic()
@@ -144,7 +144,7 @@ def test_an_engine_that_is_gone_before_the_first_broadcast(connected: Connect) -
     assert reported == []
 
 
-def test_an_engine_that_says_nothing_lets_the_deadline_pass(connected: Connect) -> None:
+def test_nccl_sync_with_silent_engine_ends_at_deadline(connected: Connect) -> None:
     source = MadeUpSource(4, torch.float32)
     syncer, _, reported = connected(source, Wire("cpu", holds=True), timeout_s=1.0, hangs=True)
     _, error = syncer.sync(1)
@@ -152,7 +152,7 @@ def test_an_engine_that_says_nothing_lets_the_deadline_pass(connected: Connect) 
     assert reported == []
 
 
-def test_a_broadcast_that_nothing_ends_is_reported(connected: Connect) -> None:
+def test_nccl_broadcast_stuck_after_abort_is_reported(connected: Connect) -> None:
     """NCCL may hold the main thread even after an abort; the failure watch then ends this rank."""
     source = MadeUpSource(4, torch.float32)
 

@@ -17,14 +17,14 @@ def paged(*pages: int) -> torch.Tensor:
     return words.view(-1)
 
 
-def test_a_page_counts_as_often_as_its_number_says() -> None:
+def test_page_sum_weighs_each_page_by_its_number() -> None:
     assert page_sum(paged(5, 7, 11)).item() == 1 * 5 + 2 * 7 + 3 * 11
     three_words = torch.tensor([13, 0, 1])  # the beginning of a page
     assert page_sum(torch.cat([paged(5, 7), three_words])).item() == 5 + 2 * 7 + 3 * 14
     assert page_sum(paged()).item() == 0
 
 
-def test_bytes_behind_the_last_word_count_and_so_do_the_smallest_tensors() -> None:
+def test_page_sum_counts_trailing_bytes_and_tiny_tensors() -> None:
     assert page_sum(torch.tensor([1, 2, 3], dtype=torch.uint8)).item() == 1 + 2 * 2**8 + 3 * 2**16
     eleven = torch.tensor([4, *[0] * 7, 1, 0, 2], dtype=torch.uint8)
     assert page_sum(eleven).item() == 4 + 1 + 2 * 2**16
@@ -32,13 +32,13 @@ def test_bytes_behind_the_last_word_count_and_so_do_the_smallest_tensors() -> No
     assert page_sum(torch.tensor(1.0, dtype=torch.bfloat16)).item() == 0x3F80
 
 
-def test_sums_go_on_from_the_largest_number_to_the_smallest() -> None:
+def test_page_sum_on_overflow_wraps_around() -> None:
     assert page_sum(torch.tensor([2**63 - 1, 1])).item() == -(2**63)
     assert page_sum(paged(0, 2**62)).item() == -(2**63)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-def test_where_a_tensor_stands_makes_no_difference(dtype: torch.dtype) -> None:
+def test_page_sum_is_independent_of_memory_offset(dtype: torch.dtype) -> None:
     memory = torch.randint(0, 255, (5 * PAGE_BYTES + 64,), dtype=torch.uint8)
     num_bytes = 4 * PAGE_BYTES + 3 * dtype.itemsize
     for begin in range(0, 17, dtype.itemsize):
@@ -46,13 +46,13 @@ def test_where_a_tensor_stands_makes_no_difference(dtype: torch.dtype) -> None:
         assert page_sum(tensor) == page_sum(tensor.clone()), begin
 
 
-def test_a_misaligned_tensor_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_sum_of_misaligned_tensor_in_pieces_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo.weights.page_sums._PIECE_BYTES", 2 * PAGE_BYTES)
     memory = torch.randint(0, 255, (5 * PAGE_BYTES + 64,), dtype=torch.uint8)
     assert page_sum(memory[2:]) == page_sum(memory[2:].clone())
 
 
-def test_a_page_that_is_dropped_repeated_or_swapped_shows() -> None:
+def test_page_sum_detects_dropped_repeated_and_swapped_pages() -> None:
     draw = random.Random(0)
     torch.manual_seed(0)
     for trial in range(100):
@@ -74,7 +74,7 @@ def test_a_page_that_is_dropped_repeated_or_swapped_shows() -> None:
         assert page_sum(flat) != right, trial
 
 
-def test_values_are_fetched_together() -> None:
+def test_fetched_returns_values_of_all_sums() -> None:
     sums = {"one": page_sum(torch.tensor([1])), "two": page_sum(paged(1, 1))}
     assert fetched(sums) == {"one": 1, "two": 3}
     assert fetched({}) == {}
@@ -91,7 +91,7 @@ def arrived(**tensors: torch.Tensor) -> tuple[ArrivedSums, dict[str, int]]:
     return sums, fetched({name: page_sum(tensor) for name, tensor in tensors.items()})
 
 
-def test_a_loader_may_get_a_tensor_a_part_or_something_computed() -> None:
+def test_arrived_sums_accept_whole_partial_and_computed_loads() -> None:
     bucket = torch.arange(100)
     sums, sent = arrived(head=bucket[:10], fused=bucket[10:40], tail=bucket[40:])
     for weight in (bucket[:10], bucket[10:20], bucket[20:40], bucket[40:].view(6, 10)[:, 3:], 2 * bucket[:10]):
@@ -100,7 +100,7 @@ def test_a_loader_may_get_a_tensor_a_part_or_something_computed() -> None:
     assert sums._loaded.keys() == {"head", "fused", "tail"}
 
 
-def test_memory_that_is_written_to_before_the_loader_reads_it() -> None:
+def test_arrived_sums_after_write_before_load_name_tensor() -> None:
     bucket = torch.arange(100)
     sums, sent = arrived(head=bucket[:10], fused=bucket[10:40], tail=bucket[40:])
     bucket[39] = 0
@@ -110,7 +110,7 @@ def test_memory_that_is_written_to_before_the_loader_reads_it() -> None:
 
 
 @pytest.mark.parametrize("place", [slice(0, 10), slice(5, 12), slice(0, 40), slice(10, 11)])
-def test_memory_into_which_something_else_comes_before_the_loader_reads_it(place: slice) -> None:
+def test_arrived_sums_after_overlapping_arrival_name_tensors(place: slice) -> None:
     bucket = torch.arange(100)
     sums, sent = arrived(head=bucket[:10], fused=bucket[10:40], tail=bucket[40:])
     is_hit = {"head": place.start < 10, "fused": place.stop > 10, "tail": False}
@@ -122,7 +122,7 @@ def test_memory_into_which_something_else_comes_before_the_loader_reads_it(place
     ]
 
 
-def test_memory_that_is_free_again_is_anybodys() -> None:
+def test_arrived_sums_ignore_reuse_of_freed_memory() -> None:
     sums, sent = ArrivedSums(), {}
     for number in range(50):
         tensor = torch.full((1000,), number)
@@ -133,6 +133,6 @@ def test_memory_that_is_free_again_is_anybodys() -> None:
     assert sums.changed(sent) == []
 
 
-def test_what_did_not_arrive_is_named() -> None:
+def test_arrived_sums_with_missing_tensor_name_it() -> None:
     sums, sent = arrived(head=torch.arange(10))
     assert sums.changed({**sent, "tail": 0}) == ["tail: other bits arrived than were sent"]

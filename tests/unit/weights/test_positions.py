@@ -17,7 +17,7 @@ from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_neo", "gpt_bigcode"])
-def test_positions_are_given_where_pads_would_change_them(model_type: str) -> None:
+def test_verifier_gives_position_ids_to_pad_sensitive_models(model_type: str) -> None:
     model, reference = random_model(model_type), random_model(model_type)
     for each in (model, reference):
         add_fused_lm_head(each)
@@ -33,7 +33,7 @@ def test_positions_are_given_where_pads_would_change_them(model_type: str) -> No
     assert not torch.equal(given, model(input_ids=position_ids + 3).logits), "those that are given are taken"
 
 
-def test_they_reach_the_loss_and_what_peft_wraps() -> None:
+def test_position_ids_with_peft_and_checkpointing_reach_gradients() -> None:
     model = random_model("gpt2")
     add_fused_lm_head(model)
     wrapped = get_peft_model(model, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False))
@@ -53,7 +53,7 @@ def test_they_reach_the_loss_and_what_peft_wraps() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama-untied", "qwen3-moe"])
-def test_models_that_pads_do_not_change_are_left_alone(family: str) -> None:
+def test_verifier_leaves_pad_insensitive_models_unchanged(family: str) -> None:
     model = tiny_model(family)
     add_fused_lm_head(model)
     before = scores(model, PADS)
@@ -62,19 +62,19 @@ def test_models_that_pads_do_not_change_are_left_alone(family: str) -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_rounding_of_bfloat16_is_no_reason() -> None:
+def test_verifier_with_bfloat16_rounding_adds_no_position_hook() -> None:
     model = tiny_model("llama-untied").to(torch.bfloat16)
     verifier_of(model).verify(1, engines_work=False)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_model_that_does_not_look_at_the_mask_is_refused() -> None:
+def test_verifier_of_model_without_position_ids_raises() -> None:
     model = random_model("rwkv")
     with pytest.raises(ValueError, match=r"of a rwkv depend .*\[GRPO-211\]: with 8 of them .* takes no position_ids"):
         verifier_of(model).verify(1, engines_work=False)
 
 
-def test_one_that_positions_do_not_mend_is_refused_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifier_of_model_unmended_by_positions_raises_and_unhooks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("gpt2")
     forward = type(model.transformer).forward
 
@@ -88,7 +88,7 @@ def test_one_that_positions_do_not_mend_is_refused_and_left_as_it_was(monkeypatc
     assert not model.transformer._forward_pre_hooks
 
 
-def test_every_rank_goes_by_the_largest_difference_of_any() -> None:
+def test_verifier_mends_by_largest_difference_of_all_ranks() -> None:
     """One whose own scores agree mends its model, too: the others score once more, and wait for it."""
     model, asked = tiny_model("llama-untied"), []
     of_others = iter([0.5, 1e-7])
@@ -103,9 +103,7 @@ def test_every_rank_goes_by_the_largest_difference_of_any() -> None:
     assert model.model._forward_pre_hooks
 
 
-def test_trl_scores_prompts_of_any_length_at_the_engines_positions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trl_logps_of_padded_prompts_match_unpadded_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real trainer: what it computes in a batch is what it computes of each row alone."""
     folder = tmp_path / "gpt2"
     model = random_model("gpt2")

@@ -112,7 +112,7 @@ def sent(sender: Sender, buckets: list[Bucket]) -> list[int | None]:
     return used
 
 
-def test_sender_of_many_buckets_makes_one_call_and_fills_no_buffer_that_is_not_taken() -> None:
+def test_sender_of_many_buckets_makes_one_call_and_waits_for_buffers() -> None:
     sender, transport, engines = sender_of()
     assert sent(sender, BUCKETS[:NUM_BUFFERS]) == [*range(NUM_BUFFERS)]  # nothing has been taken yet
     freed = threading.Event()
@@ -133,7 +133,7 @@ def test_sender_of_many_buckets_makes_one_call_and_fills_no_buffer_that_is_not_t
     assert sender.send_s > 0.2
 
 
-def test_sender_after_a_refusal_sends_nothing_more_and_keeps_the_error() -> None:
+def test_sender_after_engine_refusal_stops_and_keeps_error() -> None:
     sender, transport, engines = sender_of(refuses_at=1)
     engines.may_take.release(10)
     used = sent(sender, BUCKETS)
@@ -144,7 +144,7 @@ def test_sender_after_a_refusal_sends_nothing_more_and_keeps_the_error() -> None
     assert used[-1] is None
 
 
-def test_sender_raises_what_no_engine_has_said() -> None:
+def test_sender_finish_after_non_engine_error_raises_it() -> None:
     sender, _, engines = sender_of(num_buckets=1, pauses=True)
 
     def break_off(info: dict[str, Any], timeout_s: float) -> None:
@@ -157,7 +157,7 @@ def test_sender_raises_what_no_engine_has_said() -> None:
     assert engines.calls == ["pause", "start"]
 
 
-def test_sender_whose_broadcast_breaks_leaves_the_word_to_the_engine() -> None:
+def test_sender_after_broken_broadcast_reports_engine_error() -> None:
     sender, transport, engines = sender_of(refuses_at=0)
 
     def fail(number: int, bucket: Bucket) -> None:
@@ -170,7 +170,7 @@ def test_sender_whose_broadcast_breaks_leaves_the_word_to_the_engine() -> None:
     assert transport.aborted.is_set()
 
 
-def test_sender_whose_engine_takes_nothing_gives_up_in_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sender_with_bucket_not_taken_gives_up_at_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender_module, "POLL_S", 0.05)
     sender, transport, engines = sender_of(timeout_s=0.3)
     engines.may_take.release()
@@ -182,7 +182,7 @@ def test_sender_whose_engine_takes_nothing_gives_up_in_its_deadline(monkeypatch:
     assert used == [0, 1, 2, 0, None, None]
 
 
-def test_sender_whose_engine_does_not_load_what_it_took_gives_up_in_its_deadline() -> None:
+def test_sender_with_last_bucket_not_loaded_gives_up_at_deadline() -> None:
     sender, transport, engines = sender_of(num_buckets=1, timeout_s=0.3, pauses=True)
     update = engines.update_weights
 
@@ -197,7 +197,7 @@ def test_sender_whose_engine_does_not_load_what_it_took_gives_up_in_its_deadline
     assert str(sender.finish(lambda: None)) == "engine 0 has not loaded the last bucket within 0 s"
 
 
-def test_sender_that_is_abandoned_sends_nothing_more() -> None:
+def test_sender_after_abandon_sends_nothing() -> None:
     sender, transport, _ = sender_of()
     sent(sender, BUCKETS[:NUM_BUFFERS])
     sender.abandon(KeyboardInterrupt())
@@ -209,7 +209,7 @@ def test_sender_that_is_abandoned_sends_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("num_buckets", [0, 2])
-def test_sender_that_pauses_asks_the_engines_for_nothing_before_a_bucket_is_filled(num_buckets: int) -> None:
+def test_sender_with_pause_asks_engines_only_after_first_fill(num_buckets: int) -> None:
     sender, _, engines = sender_of(num_buckets=num_buckets, pauses=True)
     engines.may_take.release(1 + num_buckets)
     for number, bucket in enumerate(BUCKETS[:num_buckets]):
@@ -220,7 +220,7 @@ def test_sender_that_pauses_asks_the_engines_for_nothing_before_a_bucket_is_fill
     assert engines.calls == ["pause", "start", *["update"][:num_buckets], "finish"]
 
 
-def test_sender_over_a_broken_transport_does_not_pause_the_engines() -> None:
+def test_sender_over_broken_transport_does_not_pause_engines() -> None:
     class Broken(ScriptedTransport):
         def begin(self) -> None:
             raise EngineError("the weight sync group was ended")

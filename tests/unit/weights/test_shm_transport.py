@@ -54,7 +54,7 @@ class SlowToDie:
 
 
 @pytest.mark.parametrize("dies_at", [None, 5])
-def test_shared_memory_engine_that_dies_between_two_buckets_ends_the_sync(dies_at: int | None) -> None:
+def test_shm_transport_after_engine_death_ends_sync(dies_at: int | None) -> None:
     """The other one hears of it at once, and the other ranks gather to the end."""
     source = MadeUpSource(12, torch.bfloat16)
     node = SlowToDie(dies_at)
@@ -80,7 +80,7 @@ def test_shared_memory_engine_that_dies_between_two_buckets_ends_the_sync(dies_a
     syncer.close()
 
 
-def test_shared_memory_buffer_is_free_when_all_workers_of_this_sync_have_read_it() -> None:
+def test_shm_buffer_is_free_only_after_all_workers_read_it() -> None:
     """What they have said of the last weight sync counts for nothing: not all of it is read when they have answered."""
     transport = ShmTransport(buffer_bytes=64, num_workers=2)
     try:

@@ -29,7 +29,7 @@ def walk(source: GatheredSource) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "llama-untied", "gemma2-tied", "phi3-fused", "qwen3-moe", "glm4-moe"])
-def test_the_source_yields_what_save_pretrained_writes(family: str, tmp_path: Any) -> None:
+def test_source_matches_save_pretrained(family: str, tmp_path: Any) -> None:
     from safetensors.torch import load_file
 
     trained = tiny_model(family)
@@ -46,7 +46,7 @@ def test_the_source_yields_what_save_pretrained_writes(family: str, tmp_path: An
     assert plan.held == ()
 
 
-def test_a_tied_weight_travels_once_and_in_the_wire_dtype() -> None:
+def test_source_sends_tied_weight_once_in_wire_dtype() -> None:
     trained = tiny_model("qwen2-tied")
     sent = walk(GatheredSource(trained, wire_dtype=torch.bfloat16, bucket_bytes=MB))
     assert "lm_head.weight" not in sent
@@ -54,7 +54,7 @@ def test_a_tied_weight_travels_once_and_in_the_wire_dtype() -> None:
         assert torch.equal(sent[name], parameter.to(torch.bfloat16)), name
 
 
-def test_buffers_travel_as_they_are_held_and_rotary_frequencies_do_not() -> None:
+def test_source_sends_router_biases_but_no_rotary_frequencies() -> None:
     trained = tiny_model("glm4-moe")
     biases = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(2)}
     assert any("inv_freq" in name for name, _ in trained.named_buffers())
@@ -75,7 +75,7 @@ def test_buffers_travel_as_they_are_held_and_rotary_frequencies_do_not() -> None
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe"])
-def test_experts_that_the_engine_loads_at_once_travel_as_the_trainer_holds_them(family: str) -> None:
+def test_source_with_whole_experts_sends_stacked_parameters(family: str) -> None:
     trained = tiny_model(family)
     source = GatheredSource(trained, wire_dtype=torch.float32, bucket_bytes=MB)
     one_by_one = walk(source)
@@ -95,7 +95,7 @@ def test_experts_that_the_engine_loads_at_once_travel_as_the_trainer_holds_them(
     assert sum(tensor.nbytes for tensor in whole.values()) == sum(tensor.nbytes for tensor in one_by_one.values())
 
 
-def test_buckets_keep_to_the_limit_and_a_small_model_is_cut_too() -> None:
+def test_source_buckets_keep_limit_and_split_small_model() -> None:
     trained = tiny_model("qwen2-tied")
     for limit in (MB // 8, MB, 512 * MB):
         source = GatheredSource(trained, wire_dtype=torch.float32, bucket_bytes=limit)
@@ -104,7 +104,7 @@ def test_buckets_keep_to_the_limit_and_a_small_model_is_cut_too() -> None:
     assert len(source.plan().buckets) > 1  # of a limit that would take all of the model
 
 
-def test_a_frozen_layer_is_sent_once_and_a_layer_with_one_trained_parameter_always() -> None:
+def test_source_sends_frozen_layer_once_and_partly_trained_always() -> None:
     trained = tiny_model("qwen2-tied")
     for name, parameter in trained.named_parameters():
         trains = name in ("model.layers.0.self_attn.k_proj.bias", "model.layers.1.mlp.down_proj.weight")
@@ -122,7 +122,7 @@ def test_a_frozen_layer_is_sent_once_and_a_layer_with_one_trained_parameter_alwa
     assert set(walk(source)) == again | {"model.embed_tokens.weight"}
 
 
-def test_a_frozen_router_leaves_its_bias_to_travel_and_other_parameters_go_with_their_buffer() -> None:
+def test_source_of_frozen_model_still_sends_buffers() -> None:
     trained = tiny_model("glm4-moe")
     trained.requires_grad_(False)
     trained.model.norm.register_buffer("scale", torch.ones(1))
@@ -151,7 +151,7 @@ def source_of(trained: Any) -> GatheredSource:
     return source
 
 
-def test_another_tensor_under_the_same_name_travels() -> None:
+def test_source_sends_replaced_tensor_under_same_name() -> None:
     trained = balanced_model()
     source = source_of(trained)
     mlp, norm = trained.model.layers[0].mlp, trained.model.norm
@@ -197,7 +197,7 @@ def without_the_tie(trained: Any) -> None:
         (without_the_tie, r"lm_head\.weight has come"),
     ],
 )
-def test_another_shape_under_a_name_is_refused(change: Callable[[Any], None], said: str) -> None:
+def test_source_plan_with_changed_shape_or_names_raises(change: Callable[[Any], None], said: str) -> None:
     trained = balanced_model()
     source = source_of(trained)
     change(trained)
@@ -206,7 +206,7 @@ def test_another_shape_under_a_name_is_refused(change: Callable[[Any], None], sa
             source.plan()
 
 
-def test_a_buffer_that_comes_later_stays_at_home() -> None:
+def test_source_ignores_buffer_registered_later() -> None:
     trained = balanced_model()
     source = source_of(trained)
     trained.model.register_buffer("average", torch.zeros(4))
@@ -229,9 +229,7 @@ def write_another_data(parameter: torch.nn.Parameter) -> None:
 @pytest.mark.parametrize(
     ("write", "counted"), [(write_by_copy, True), (write_by_data, False), (write_another_data, False)]
 )
-def test_a_frozen_layer_that_is_written_to_travels_again(
-    write: Callable[[torch.nn.Parameter], None], counted: bool
-) -> None:
+def test_source_resends_frozen_layer_after_write(write: Callable[[torch.nn.Parameter], None], counted: bool) -> None:
     trained = tiny_model("qwen2-tied")
     trained.requires_grad_(False)
     trained.model.norm.weight.requires_grad_(True)
@@ -254,7 +252,7 @@ def test_a_frozen_layer_that_is_written_to_travels_again(
         source.mark_sent()
 
 
-def test_a_frozen_parameter_in_the_place_of_another_travels() -> None:
+def test_source_sends_replaced_frozen_parameter_once() -> None:
     trained = tiny_model("qwen2-tied")
     trained.requires_grad_(False)
     source = source_of(trained)
@@ -266,7 +264,7 @@ def test_a_frozen_parameter_in_the_place_of_another_travels() -> None:
 
 
 @pytest.mark.parametrize("merges", [False, True])
-def test_adapters_are_looked_up_too(merges: bool) -> None:
+def test_source_with_replaced_adapter_sends_new_values(merges: bool) -> None:
     settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])
     wrapped = get_peft_model(tiny_model("qwen2-tied"), settings)
     lora = Lora(wrapped, merges=merges)
@@ -287,7 +285,7 @@ def test_adapters_are_looked_up_too(merges: bool) -> None:
     assert source.written(by_sums=True) == []
 
 
-def test_what_is_trained_has_a_place_in_the_engines() -> None:
+def test_source_plan_with_unplaced_trained_parameter_raises() -> None:
     trained = tiny_model("qwen2-tied")
     source = GatheredSource(trained, wire_dtype=torch.float32, bucket_bytes=MB)
     bias = "model.layers.0.self_attn.q_proj.bias"

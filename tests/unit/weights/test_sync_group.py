@@ -48,7 +48,7 @@ def refuse(method: str, kwargs: dict[str, Any]) -> Any:
     raise EngineError("does not take it")
 
 
-def test_node_engines_speak_the_protocol_and_give_each_engine_its_ranks() -> None:
+def test_node_engines_give_each_engine_its_rank_offset() -> None:
     engines = [ScriptedEngine() for _ in range(3)]
     client = NodeEngines(engines, tensor_parallel_size=2, timeout_s=1.0)
     assert isinstance(client, VLLMWeightSyncClient)
@@ -60,7 +60,7 @@ def test_node_engines_speak_the_protocol_and_give_each_engine_its_ranks() -> Non
     assert all(engine.calls[-1] == ("finish_weight_update", {"weight_version": "17"}) for engine in engines)
 
 
-def test_a_refusing_engine_does_not_leave_the_others_in_the_broadcast() -> None:
+def test_node_engines_with_refusing_engine_abort_broadcast() -> None:
     """One engine fails at once; the other sits in a broadcast until the transport is aborted."""
     aborted = threading.Event()
 
@@ -76,7 +76,7 @@ def test_a_refusing_engine_does_not_leave_the_others_in_the_broadcast() -> None:
     assert aborted.is_set()
 
 
-def test_both_backends_are_registered_under_our_names() -> None:
+def test_weight_transfer_backends_are_registered() -> None:
     known = {transport: WeightTransferEngineFactory._registry[name]() for transport, name in BACKENDS.items()}
     assert all(issubclass(engine, CountedReload) for engine in known.values())
     assert issubclass(known["nccl"], NCCLWeightTransferEngine)
@@ -111,9 +111,7 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl.NcclTransport, "device", "cpu")
 
 
-def test_a_refusal_while_the_trainer_waits_for_the_workers_is_reported_at_once(
-    without_gpus: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connect_with_refusing_engine_reports_at_once(without_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[EngineError] = []
 
     def open_endpoint(*args: Any) -> None:
@@ -131,7 +129,7 @@ def test_a_refusal_while_the_trainer_waits_for_the_workers_is_reported_at_once(
     assert [str(error) for error in reported] == ["does not take it"]
 
 
-def test_a_trainer_without_nccl_says_so_before_any_engine_waits(
+def test_nccl_transport_without_nccl_raises_before_engine_calls(
     without_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Missing(Library):
@@ -145,7 +143,7 @@ def test_a_trainer_without_nccl_says_so_before_any_engine_waits(
     assert engine.calls == []
 
 
-def test_the_worker_joins_by_the_id_and_connects_to_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_worker_joins_by_unique_id_without_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own code of a worker, up to NCCL."""
     joined = []
     monkeypatch.setattr(nccl_common, "uid_init_process_group", lambda *args: joined.append(args) or Communicator())
@@ -160,7 +158,7 @@ def test_the_worker_joins_by_the_id_and_connects_to_no_store(monkeypatch: pytest
     assert joined == [(UNIQUE_ID, 4, 5, 3)]
 
 
-def test_an_aborted_broadcast_leaves_the_word_to_the_engine(without_gpus: None) -> None:
+def test_start_sending_raises_nccl_error_unless_aborted(without_gpus: None) -> None:
     """What NCCL raises then says less than the engine's own error; unaborted, NCCL's is the error."""
     transport = nccl.NcclTransport(buffer_bytes=16, num_workers=1)
 
@@ -193,7 +191,7 @@ def test_an_aborted_broadcast_leaves_the_word_to_the_engine(without_gpus: None) 
         alone.start_sending(0, bucket)
 
 
-def test_what_is_given_up_before_the_call_is_not_called(without_gpus: None) -> None:
+def test_start_sending_aborted_before_broadcast_skips_it(without_gpus: None) -> None:
     """It is freed by then."""
     transport = nccl.NcclTransport(buffer_bytes=16, num_workers=1)
 
@@ -215,7 +213,7 @@ def test_what_is_given_up_before_the_call_is_not_called(without_gpus: None) -> N
     assert transport._aborted.is_set()
 
 
-def test_importing_vllm_leaves_a_training_process_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_transport_keeps_cudnn_and_compile_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's platform for CUDA turns cuDNN's attention off, in the one rank of a node that imports it."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "7")
@@ -234,7 +232,7 @@ def test_importing_vllm_leaves_a_training_process_its_kernels(monkeypatch: pytes
     assert "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ
 
 
-def test_an_interrupted_sync_goes_on_with_nothing(without_gpus: None) -> None:
+def test_interrupted_sync_leaves_no_thread(without_gpus: None) -> None:
     before = set(threading.enumerate())
     source = GatheredSource(tiny_model("qwen2-tied"), wire_dtype=torch.bfloat16, bucket_bytes=2**17)
     engine = ScriptedEngine()
@@ -258,7 +256,9 @@ def test_an_interrupted_sync_goes_on_with_nothing(without_gpus: None) -> None:
     assert "finish_weight_update" not in [method for method, _ in engine.calls]
 
 
-def test_the_nccl_sync_up_to_the_collective(without_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_sync_with_stand_in_communicator_sends_all_parameters(
+    without_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's real init and update infos; only streams and the communicator, which need GPUs, stand in."""
     opened, communicator = [], Communicator()
     monkeypatch.setattr(nccl_common, "uid_init_process_group", lambda *args: opened.append(args) or communicator)
@@ -300,9 +300,7 @@ def test_the_nccl_sync_up_to_the_collective(without_gpus: None, monkeypatch: pyt
     assert (report.num_bytes, report.send_s, error) == (0, 0.0, None)
 
 
-def test_the_workers_own_code_takes_what_the_transport_sends(
-    without_gpus: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_worker_receives_exact_weights_from_transport(without_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Routers in float32 among bfloat16, experts at once; only the wire and the model behind the worker stand in."""
     trained = tiny_model("glm4-moe")
     source = GatheredSource(trained, wire_dtype=torch.bfloat16, bucket_bytes=2**15)
@@ -340,7 +338,7 @@ def test_the_workers_own_code_takes_what_the_transport_sends(
 
 
 @pytest.mark.parametrize(("backend", "loads"), [("nccl", True), ("shm", False)])
-def test_vllms_part_of_a_transport_is_imported_ahead(backend: str, loads: bool) -> None:
+def test_load_transport_imports_vllm_transfer_only_for_nccl(backend: str, loads: bool) -> None:
     script = f"import sys; from grpo.weights.sync import load_transport; load_transport({backend!r}); "
     script += "print('vllm.distributed.weight_transfer.nccl_common' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE, text=True).stdout

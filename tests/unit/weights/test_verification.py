@@ -80,7 +80,7 @@ def names_sent(script: Script, sync: int) -> set[str]:
     return syncs[sync - 1]
 
 
-def test_a_full_sync_that_is_required_is_whole_and_verified(
+def test_require_full_sync_sends_and_verifies_all_weights(
     tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy
 ) -> None:
     trainer = make(tiny_model, tmp_path, script, engine, max_steps=12)
@@ -130,14 +130,14 @@ def state_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "run_state.json").read_text())
 
 
-def test_experts_that_flip_end_no_run(moe: Path, tmp_path: Path, script: Script, engine: OffBy) -> None:
+def test_verification_with_flipped_experts_passes(moe: Path, tmp_path: Path, script: Script, engine: OffBy) -> None:
     engine.off = lambda verification: off_in_some(8, 3.5)
     assert run_verified(moe, tmp_path / "run", script, engine, **BF16)["state"] == "finished"
     assert engine.num_verifications == 2
 
 
 @pytest.mark.parametrize("off", [0.2, -0.2])
-def test_what_is_off_in_every_token_ends_it_at_once(
+def test_verification_with_every_token_off_ends_job_at_once(
     moe: Path, tmp_path: Path, script: Script, engine: OffBy, off: float
 ) -> None:
     engine.off = lambda verification: off
@@ -148,13 +148,15 @@ def test_what_is_off_in_every_token_ends_it_at_once(
     assert engine.num_verifications == 1
 
 
-def test_a_dense_model_is_held_to_the_mean(tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy) -> None:
+def test_verification_of_dense_model_judges_by_mean(
+    tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy
+) -> None:
     engine.off = lambda verification: off_in_some(8, 3.5)
     with pytest.raises(JobFailed, match=r"GRPO-504.* 0.226 nats in the mean and 3.5 at most, the limit is 0.15"):
         run_verified(tiny_model, tmp_path, script, engine, **BF16)
 
 
-def test_a_later_one_that_fails_for_good_leaves_a_checkpoint_of_the_last_step(
+def test_later_verification_failure_leaves_checkpoint_of_last_step(
     tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy
 ) -> None:
     trainer = make(tiny_model, tmp_path, script, engine, max_steps=14)
@@ -182,7 +184,7 @@ def test_a_later_one_that_fails_for_good_leaves_a_checkpoint_of_the_last_step(
     assert (state["state"], trainer.first_step, state["step"]) == ("finished", 11, 12)
 
 
-def test_a_tensor_that_did_not_arrive_is_mended_by_sending_everything(
+def test_verification_gap_once_is_mended_by_full_sync(
     tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.off = lambda verification: 3.0 if verification == 3 else 0.0
@@ -193,7 +195,7 @@ def test_a_tensor_that_did_not_arrive_is_mended_by_sending_everything(
     assert "something had not reached the engines" in warning
 
 
-def test_beyond_the_tightened_limit_alone_a_run_goes_on_with_one_warning(
+def test_verification_beyond_tightened_limit_warns_and_continues(
     tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the user's limit of 10 nats a first gap of 0.01 holds later ones to 1."""
@@ -222,7 +224,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-def test_the_limit_of_the_user_ends_a_run(tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy) -> None:
+def test_verification_beyond_user_limit_ends_job(
+    tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy
+) -> None:
     engine.off = lambda verification: 0.01 if verification == 1 else 11.0
     with pytest.raises(StepFailed, match=r"GRPO-508.* 11 nats .* limit is 1 .* from 10 on the job ends"):
         run_verified(tiny_model, tmp_path, script, engine, vllm_max_logprob_gap=LOOSE)
@@ -230,7 +234,9 @@ def test_the_limit_of_the_user_ends_a_run(tiny_model: Path, tmp_path: Path, scri
     assert engine.num_verifications == 3
 
 
-def test_half_of_the_probe_is_the_first_prompt(tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy) -> None:
+def test_probe_half_holds_first_training_prompt(
+    tiny_model: Path, tmp_path: Path, script: Script, engine: OffBy
+) -> None:
     run_verified(tiny_model, tmp_path, script, engine, max_steps=1)
     probe = next(kwargs["prompts"] for method, kwargs in script.started[0].calls if method == "prompt_logprobs")
     prompt = tiny_tokenizer()("10+10=")["input_ids"]

@@ -11,11 +11,11 @@ from grpo.weights.verifier import Verifier, is_due
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 
 
-def test_the_first_ten_and_every_tenth_are_due() -> None:
+def test_is_due_for_first_ten_and_every_tenth_sync() -> None:
     assert [number for number in range(1, 41) if is_due(number)] == [*range(1, 11), 20, 30, 40]
 
 
-def test_weights_that_are_no_numbers_are_not_the_engines_fault() -> None:
+def test_verify_with_nan_weights_raises_floating_point_error() -> None:
     """On every rank, whether it has engines or not: nobody waits for another."""
     model = tiny_model("qwen3-tied")
     with torch.no_grad():

@@ -17,7 +17,7 @@ NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
-def test_weights_that_the_engines_pass_over(
+def test_train_with_unplaced_weight_raises_only_if_trained(
     is_trained: bool,
     tiny_model: Path,
     tmp_path: Path,
@@ -80,7 +80,7 @@ def train_twice(tiny_model: Path, tmp_path: Path, script: Script, act: Callable[
         trainer.close()
 
 
-def test_frozen_weights_travel_when_they_were_written_to_and_in_a_new_training(
+def test_frozen_weights_after_write_or_new_training_are_resent(
     tiny_model: Path, tmp_path: Path, script: Script
 ) -> None:
     train_twice(tiny_model, tmp_path, script, lambda norm: norm.data.add_(1))  # torch counts no write to it

@@ -5,7 +5,7 @@ import pytest
 from grpo.weights.wire_format import WireFormat, agreed
 
 
-def test_engines_that_hold_different_forms_are_refused() -> None:
+def test_agreed_with_different_wire_formats_raises() -> None:
     one = WireFormat(dtypes={"gate.bias": "float32"}, whole_experts=("experts",))
     assert agreed([one, one]) == one
     with pytest.raises(RuntimeError, match=r"gate\.bias.* different forms"):

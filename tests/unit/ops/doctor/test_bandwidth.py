@@ -23,9 +23,7 @@ from grpo.place.launch import Launch
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
 
 
-def test_a_lone_rank_has_nobody_to_exchange_with(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bandwidth_with_one_rank_exits_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     for name, value in (alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
@@ -33,14 +31,14 @@ def test_a_lone_rank_has_nobody_to_exchange_with(
     assert "one rank has nobody to exchange with" in capsys.readouterr().err
 
 
-def test_a_jobs_flags_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parse_arguments_with_missing_config_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         bandwidth.parse_arguments(["--config", "no.yaml"])
     assert caught.value.code == 2
     assert "no.yaml" in capsys.readouterr().err
 
 
-def test_the_interface_that_joins_two_nodes() -> None:
+def test_route_to_another_node_names_interface() -> None:
     launch = Launch(rank=0, local_rank=0, world_size=2, local_world_size=1, node=0, num_nodes=2)
     store = dist.HashStore()
     assert bandwidth._route_to_another_node(launch, store) == "", "the other one never came"
@@ -49,7 +47,7 @@ def test_the_interface_that_joins_two_nodes() -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 4, 7, 8])
-def test_rounds_hold_every_pair_once_and_are_disjoint(num_nodes: int) -> None:
+def test_partners_of_node_cover_every_pair_in_disjoint_rounds(num_nodes: int) -> None:
     partners = [partners_of(node, num_nodes) for node in range(num_nodes)]
     for met in zip(*partners, strict=True):
         assert all(met[partner] == node for node, partner in enumerate(met)), "a partner has another partner"
@@ -58,7 +56,7 @@ def test_rounds_hold_every_pair_once_and_are_disjoint(num_nodes: int) -> None:
     assert len(partners_of(5, 64)) == 8
 
 
-def test_a_slow_node_is_distinguished_from_a_slow_path() -> None:
+def test_find_slow_distinguishes_slow_node_from_path() -> None:
     healthy = {(0, 1): 40.0, (0, 2): 41.0, (0, 3): 39.0, (1, 2): 40.0, (1, 3): 38.0, (2, 3): 42.0}
     assert find_slow(healthy) == {}
     slow_node = {**healthy, (0, 2): 9.0, (1, 2): 10.0, (2, 3): 8.0}
@@ -71,12 +69,12 @@ def test_a_slow_node_is_distinguished_from_a_slow_path() -> None:
     assert find_slow({}) == {}
 
 
-def test_bus_bandwidth() -> None:
+def test_bus_gb_per_s_matches_hand_calculation() -> None:
     assert bus_gb_per_s("all-gather", 4_000_000_000, 4, 1.0) == pytest.approx(3.0)
     assert bus_gb_per_s("all-reduce", 4_000_000_000, 4, 1.0) == pytest.approx(6.0)
 
 
-def test_results_become_a_verdict() -> None:
+def test_judge_bandwidth_with_slow_node_warns() -> None:
     """Three nodes of two ranks; node 2 is slow with both others. Seconds by hand: 1 GB from each of 2 ranks."""
     results = []
     for node, partners in enumerate([{1: 0.1, 2: 1.0}, {0: 0.1, 2: 1.0}, {0: 1.0, 1: 0.8}]):
@@ -102,7 +100,7 @@ def test_results_become_a_verdict() -> None:
     assert verdict.exit_code == 0
 
 
-def test_nodes_with_different_numbers_of_ranks_are_compared_by_what_all_have() -> None:
+def test_judge_bandwidth_with_uneven_ranks_matches_hand_calculation() -> None:
     """Two ranks, one and three, by hand: 1 GB from one rank of each; what one rank does alone is no exchange."""
     results = [
         RankResult(
@@ -123,7 +121,7 @@ def test_nodes_with_different_numbers_of_ranks_are_compared_by_what_all_have() -
     assert reported["pairs of nodes", PASS] == "10.00 (n0 and n1) to 10.00 GB/s each way between 3 pairs"
 
 
-def test_a_node_that_is_slow_inside_and_a_path_that_is_slow_are_named() -> None:
+def test_judge_bandwidth_names_slow_node_and_slow_path() -> None:
     seconds = {(0, 1): 0.1, (0, 2): 0.1, (0, 3): 0.1, (1, 2): 0.1, (1, 3): 1.0, (2, 3): 0.1}
     results = [
         RankResult(
@@ -142,7 +140,7 @@ def test_a_node_that_is_slow_inside_and_a_path_that_is_slow_are_named() -> None:
     assert found["pairs of nodes"] == (PASS, all_nodes, paths)
 
 
-def test_one_node_has_nothing_across_and_no_pairs() -> None:
+def test_judge_bandwidth_of_one_node_skips_cross_node_checks() -> None:
     results = [RankResult(node=0, host="n", inside_s={"all-reduce": 0.1}, across_s={}, pairs_s=()) for _ in range(2)]
     verdict = judge_bandwidth(results, backend="gloo", num_bytes=10**9, pair_bytes=10**9, model_bytes=None)
     checks = {finding.check for finding in verdict.findings}
@@ -150,11 +148,11 @@ def test_one_node_has_nothing_across_and_no_pairs() -> None:
     assert checks.isdisjoint({"across nodes", "pairs of nodes", "one weight sync"})
 
 
-def test_nodes_on_one_host_are_numbered() -> None:
+def test_name_nodes_on_one_host_numbers_them() -> None:
     assert name_nodes(["x", "y", "x"]) == ("x/0", "y", "x/2")
 
 
-def test_a_failure_says_what_to_set() -> None:
+def test_explain_failure_names_settings_to_change() -> None:
     def fix(stage: str, backend: str = "nccl", late: tuple[str, ...] = (), num_nodes: int = 2) -> str:
         one = num_nodes == 1
         verdict = explain_failure(stage, "no end", late, backend, route_interface="eth1", is_one_node=one)
@@ -170,7 +168,7 @@ def test_a_failure_says_what_to_set() -> None:
     assert "node 1 (n1)" in fix("across nodes: all-reduce", late=("node 1 (n1)",))
 
 
-def test_broken_formats_names_what_an_all_reduce_refuses_or_adds_up_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_formats_names_refused_and_wrong_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_reduce(tensor: torch.Tensor) -> None:
         """As rank 0 of three sees it: the last one adds 2."""
         if tensor.dtype is torch.bfloat16:
@@ -195,7 +193,7 @@ def test_broken_formats_names_what_an_all_reduce_refuses_or_adds_up_wrongly(monk
         (("float32", "bfloat16"), {"bfloat16": "no"}, [(FAIL, "gloo on CPUs does not carry bfloat16: no")]),
     ],
 )
-def test_a_format_that_the_job_needs_is_a_failure(
+def test_judge_bandwidth_with_broken_job_format_fails(
     job: tuple[str, ...] | None, broken: dict[str, str], reported: list[tuple[Status, str]]
 ) -> None:
     results = [RankResult(node=0, host="n"), RankResult(node=0, host="n", broken=broken)]

@@ -37,7 +37,7 @@ def wrong(*reports: Examination) -> list[tuple[str, Status, tuple[str, ...], str
     return [(f.check, f.status, f.nodes, f.message) for f in compare(reports) if f.status is not PASS]
 
 
-def test_nodes_that_agree() -> None:
+def test_compare_of_equal_nodes_finds_nothing() -> None:
     assert wrong(report("a"), report("b"), report("c")) == []
 
 
@@ -55,11 +55,11 @@ def test_nodes_that_agree() -> None:
         ({"sees_shared_file": False}, "shared output", FAIL, "b does not see the file that a wrote at the output path"),
     ],
 )
-def test_a_node_that_differs_is_named(changes: dict, check: str, status: Status, message: str) -> None:
+def test_compare_with_differing_node_names_it(changes: dict, check: str, status: Status, message: str) -> None:
     assert wrong(report("a"), report("b", **changes), report("c")) == [(check, status, ("b",), message)]
 
 
-def test_a_host_name_that_resolves_to_loopback() -> None:
+def test_own_address_on_loopback_fails_between_machines() -> None:
     (found,) = wrong(report("a"), report("b", own_address="127.0.1.1"))
     assert found[:3] == ("own address", FAIL, ("b",))
     (fix,) = (f.fix for f in compare([report("a"), report("b", own_address="")]) if f.status is FAIL)
@@ -73,12 +73,12 @@ def test_a_host_name_that_resolves_to_loopback() -> None:
     assert wrong(report("a", **reported), report("b", own_address="127.0.1.1", **reported)) == []
 
 
-def test_nccl_given_another_interface_than_the_one_that_joins_the_nodes() -> None:
+def test_compare_with_nccl_interface_off_route_reports_each_node() -> None:
     reported = {"variables": {"NCCL_SOCKET_IFNAME": "^lo,eth"}}
     assert [found[0] for found in wrong(report("a", **reported), report("b", **reported))] == ["route", "route"]
 
 
-def test_the_verdict_merges_what_nodes_share_and_survives_the_wire() -> None:
+def test_verdict_merges_equal_findings_and_round_trips_as_json() -> None:
     found = Finding(check="open files", status=WARN, message="1024", fix="ulimit -n 65536")
     reports = [report(node, findings=(found,)) for node in "ab"]
     missing = Finding(check="join", status=FAIL, message="c did not come", nodes=("c",))
@@ -89,7 +89,7 @@ def test_the_verdict_merges_what_nodes_share_and_survives_the_wire() -> None:
     assert Examination.loads(reports[0].dumps()) == reports[0]
 
 
-def test_the_head_judges_who_came_and_what_they_brought() -> None:
+def test_judge_rendezvous_names_missing_and_mismatched_nodes() -> None:
     here = Place(nodes=("a", "b", "c", "d"), node="a", head_address="10.0.0.1", port=1, command="grpo doctor")
 
     def arrival(node: str, text: str) -> NodeArrival:

@@ -17,18 +17,18 @@ from tests.support.launching import ROOT
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
 
 
-def test_a_stray_word_is_no_flag_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_with_stray_word_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--nodes", "n1", "n2", "--node-name", "n1"]) == 2
     assert "grpo doctor: n2 is no option" in capsys.readouterr().err
 
 
-def test_the_doctor_loads_no_engine_and_no_trainer() -> None:
+def test_doctor_import_loads_no_engine_or_trainer() -> None:
     code = "import sys, grpo.ops.doctor.rounds, grpo.ops.doctor.bandwidth; print('\\n'.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"vllm", "deepspeed", "trl", "transformers"} & set(loaded)
 
 
-def test_a_check_that_fails_by_itself_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_with_own_error_becomes_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def reported(error: Exception) -> Finding:
         def check() -> Finding:
             raise error
@@ -42,13 +42,13 @@ def test_a_check_that_fails_by_itself_is_a_finding(monkeypatch: pytest.MonkeyPat
     assert (broken.status, broken.message) == (WARN, "could not be checked: PermissionError: not yours")
 
 
-def test_a_shared_file_in_a_folder_that_is_not_here(tmp_path: Path) -> None:
+def test_sees_file_in_missing_folder_is_false(tmp_path: Path) -> None:
     assert not shared_file.sees_file(tmp_path / "gone" / "file", "text")
     (tmp_path / "file").write_text("text")
     assert shared_file.sees_file(tmp_path / "file", "text")
 
 
-def test_a_mount_that_hangs_shows_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_shared_file_on_hanging_mount_is_false(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(path: Path, text: str) -> bool:
         raise TimeoutError
 
@@ -56,12 +56,12 @@ def test_a_mount_that_hangs_shows_no_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert not shared_file.find_shared_file(tmp_path / "file", "text")
 
 
-def test_a_file_that_a_network_file_system_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_shared_file_waits_for_late_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_file.time, "sleep", lambda _: (tmp_path / "file").write_text("text"))
     assert shared_file.find_shared_file(tmp_path / "file", "text")
 
 
-def test_the_table_has_one_row_for_all_that_pass() -> None:
+def test_doctor_table_merges_passes_into_one_row() -> None:
     findings = [
         Finding(check="disk", status=PASS, message="5 GiB", nodes=("a",)),
         Finding(check="disk", status=PASS, message="6 GiB", nodes=("b",)),
@@ -74,7 +74,7 @@ def test_the_table_has_one_row_for_all_that_pass() -> None:
 
 
 @pytest.mark.parametrize(("status", "is_reported"), [(Status.PASS, True), (Status.FAIL, False)])
-def test_the_next_step_is_reported_below_a_verdict_that_is_no_fail(
+def test_doctor_table_prints_next_step_unless_verdict_fails(
     status: Status, is_reported: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verdict = DoctorVerdict(nodes=("a", "b"), findings=(Finding(check="disk", status=status, message="5 GiB"),))
@@ -95,19 +95,19 @@ def test_the_next_step_is_reported_below_a_verdict_that_is_no_fail(
         (["--deepspeed", '{"bf16": {"enabled": true}}'], None, ["bfloat16"]),
     ],
 )
-def test_formats_of_a_job(flags: list[str], launcher: str | None, dtypes: list[str]) -> None:
+def test_read_wishes_finds_dtypes_of_job(flags: list[str], launcher: str | None, dtypes: list[str]) -> None:
     flags = [str(ROOT / flag) if flag.startswith("configs/") else flag for flag in flags]
     file = None if launcher is None else str(ROOT / "configs" / launcher)
     assert read_wishes(flags, config_file=file).dtypes == ("float32", *dtypes)
 
 
-def test_a_file_that_holds_no_settings(tmp_path: Path) -> None:
+def test_read_wishes_of_file_without_settings_raises(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text("- 1\n")
     with pytest.raises(ValueError, match=r"train.yaml holds no settings, but \[1\]"):
         read_wishes(["--config", str(tmp_path / "train.yaml")])
 
 
-def test_a_model_and_a_dataset_are_looked_for_where_asked(tmp_path: Path) -> None:
+def test_examine_checks_requested_model_and_dataset(tmp_path: Path) -> None:
     nothing = tmp_path / "model"
     nothing.mkdir()
     asked = Namespace(gpus_per_node=None, output_dir=None, model=str(nothing), dataset=str(tmp_path))

@@ -24,7 +24,7 @@ GPU-22222222-aaaa-bbbb-cccc-000000000000, 41235, server, with a comma, [N/A]
 """
 
 
-def test_gpu_memory_and_who_holds_it() -> None:
+def test_check_gpu_memory_names_holding_processes() -> None:
     found, processes = gpus.parse_gpus(SMI_GPUS), gpus.parse_processes(SMI_PROCESSES)
     assert [gpu.used_bytes >> 20 for gpu in found] == [4, 71236, 2048]
     full, some = gpus.check_gpu_memory(found, processes)
@@ -40,11 +40,11 @@ def test_gpu_memory_and_who_holds_it() -> None:
     ("value", "indices"),
     [(None, [0, 1, 2]), ("1,2", [1, 2]), ("GPU-3333", [2]), ("", []), ("MIG-abc", [0, 1, 2])],
 )
-def test_gpus_that_cuda_visible_devices_leaves(value: str | None, indices: list[int]) -> None:
+def test_visible_gpus_follow_cuda_visible_devices(value: str | None, indices: list[int]) -> None:
     assert [gpu.index for gpu in gpus.visible_gpus(gpus.parse_gpus(SMI_GPUS), value)] == indices
 
 
-def test_gpus_seen_against_asked() -> None:
+def test_check_gpu_count_compares_seen_with_requested() -> None:
     found = gpus.parse_gpus(SMI_GPUS)
 
     def status(seen: int, asked: int | None, gpus_there: list) -> Status:
@@ -59,7 +59,7 @@ def test_gpus_seen_against_asked() -> None:
     assert status(0, None, []) is PASS
 
 
-def test_a_job_that_would_end_at_its_start_fails_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_check_without_usable_gpu_fails_unless_use_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     none = examined({})["gpus"]
     assert none.status == FAIL

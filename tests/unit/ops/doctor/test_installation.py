@@ -22,7 +22,7 @@ def versions(installed: dict[str, str], python: str = "3.11.7") -> list[Finding]
     )
 
 
-def test_versions_of_the_tested_set() -> None:
+def test_check_versions_reports_deviations_from_tested_set() -> None:
     assert [finding.status for finding in versions(GOOD)] == [PASS]
     (finding,) = versions({**GOOD, "trl": "1.17.0"})
     assert (finding.status, finding.message) == (WARN, "trl is 1.17.0, tested is ~=1.16.0")

@@ -21,7 +21,7 @@ def aged(path: Path, age_s: float) -> Path:
     return path
 
 
-def test_a_stale_build_lock_is_found(tmp_path: Path) -> None:
+def test_extension_locks_with_stale_lock_fails(tmp_path: Path) -> None:
     lock = tmp_path / ".cache" / "torch_extensions" / "py311_cpu" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     assert [finding.status for finding in leftovers.check_extension_locks({}, tmp_path)] == [PASS]
@@ -38,13 +38,13 @@ def test_a_stale_build_lock_is_found(tmp_path: Path) -> None:
     assert leftovers.extension_locks(own, Path("/nonexistent")) == [lock]
 
 
-def test_a_lock_that_is_released_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extension_locks_with_lock_released_meanwhile_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leftovers, "extension_locks", lambda env, home: [tmp_path / "gone"])
     (finding,) = leftovers.check_extension_locks({}, tmp_path)
     assert (finding.status, finding.message) == (PASS, "none")
 
 
-def test_shared_memory_that_nobody_holds(tmp_path: Path) -> None:
+def test_orphaned_segments_finds_only_old_unheld_segments(tmp_path: Path) -> None:
     orphan, held, young, foreign = (tmp_path / name for name in ("psm_1", "psm_2", "psm_3", "other"))
     for path in (orphan, held, young, foreign):
         path.write_bytes(bytes(4096))
@@ -59,7 +59,7 @@ def test_shared_memory_that_nobody_holds(tmp_path: Path) -> None:
     assert orphan.exists()
 
 
-def test_a_segment_that_is_mapped_alone_is_held(tmp_path: Path) -> None:
+def test_orphaned_segments_spares_mapped_segment(tmp_path: Path) -> None:
     """Its descriptor is closed; Python's own mmap would keep one."""
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
@@ -77,7 +77,7 @@ def test_a_segment_that_is_mapped_alone_is_held(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("free_bytes", "has_gpus", "status"), [(GIB // 2, True, WARN), (64 << 20, True, FAIL), (64 << 20, False, WARN)]
 )
-def test_a_container_with_little_shared_memory(
+def test_check_shared_memory_with_little_space_suggests_shm_size(
     free_bytes: int, has_gpus: bool, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: space(free_bytes))
@@ -85,7 +85,7 @@ def test_a_container_with_little_shared_memory(
     assert (finding.status, "--shm-size=16g" in finding.fix) == (status, True)
 
 
-def test_folders_of_engines_that_are_gone(tmp_path: Path) -> None:
+def test_abandoned_engine_folders_finds_only_unused_folders(tmp_path: Path) -> None:
     abandoned, alive = tmp_path / "grpo-engine-gone", tmp_path / "grpo-engine-alive"
     for folder in (abandoned, alive):
         folder.mkdir()

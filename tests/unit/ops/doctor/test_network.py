@@ -22,11 +22,11 @@ PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
         ("ib0", [], ["ib0"]),
     ],
 )
-def test_interfaces_that_nccl_selects(value: str, selected: list[str], unknown: list[str]) -> None:
+def test_select_interfaces_follows_nccl_rules(value: str, selected: list[str], unknown: list[str]) -> None:
     assert network.select_interfaces(value, ["lo", "eth0", "eth1"]) == (selected, unknown)
 
 
-def test_a_wrong_interface_name_is_found() -> None:
+def test_check_interface_names_with_unknown_name_fails() -> None:
     def check(**variables: str) -> list[tuple[Status, str]]:
         found = network.check_interface_names(variables, ["lo", "eth0"], "eth0")
         return [(finding.status, finding.fix) for finding in found]
@@ -38,7 +38,7 @@ def test_a_wrong_interface_name_is_found() -> None:
     assert check(GLOO_SOCKET_IFNAME="eth") == [(FAIL, "set GLOO_SOCKET_IFNAME=eth0, or unset it")]  # no prefixes
 
 
-def test_infiniband_ports(tmp_path: Path) -> None:
+def test_check_fabric_reports_infiniband_port_states(tmp_path: Path) -> None:
     for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
         port = tmp_path / device / "ports" / "1"
         port.mkdir(parents=True)

@@ -33,7 +33,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch) -> Doctor:
     return run
 
 
-def test_a_process_that_comes_after_the_table_fails_as_the_head_does(
+def test_doctor_with_late_process_fails_on_it_and_on_head(
     doctor: Doctor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     port, second = free_port(), []
@@ -58,7 +58,7 @@ def test_a_process_that_comes_after_the_table_fails_as_the_head_does(
     assert f"grpo doctor on a: FAIL: {reported}" in err
 
 
-def test_a_node_that_does_not_come_is_in_the_heads_table(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_with_missing_node_reports_it_in_head_table(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor("a", free_port(), "--join-timeout", "0") == 1
     out = capsys.readouterr().out
     assert "[GRPO-302]" in out
@@ -66,7 +66,7 @@ def test_a_node_that_does_not_come_is_in_the_heads_table(doctor: Doctor, capsys:
     assert "next, how fast" not in out
 
 
-def test_a_head_that_does_not_come_is_named_by_the_others(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_with_missing_head_names_it_on_other_node(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     assert doctor("b", port, "--join-timeout", "0") == 1
     said = capsys.readouterr().out
@@ -80,7 +80,7 @@ def test_a_head_that_does_not_come_is_named_by_the_others(doctor: Doctor, capsys
     assert "[GRPO-303]: Connection refused" in finding["message"]
 
 
-def test_a_head_whose_port_is_taken(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_head_with_taken_port_fails(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("", 0)) as taken:
         assert doctor("a", taken.getsockname()[1]) == 1
     assert "the head cannot open its store on port" in capsys.readouterr().out

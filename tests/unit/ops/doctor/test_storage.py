@@ -27,7 +27,7 @@ PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
         (1024, 4096, "raise nofile in /etc/security/limits.conf"),
     ],
 )
-def test_few_open_files(soft: int, hard: int, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_open_files_with_low_limit_warns(soft: int, hard: int, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     finding = storage.check_open_files()
     assert (finding.status, finding.message) == (WARN, f"1024, hard limit {hard}")
@@ -45,26 +45,26 @@ def test_few_open_files(soft: int, hard: int, fix: str, monkeypatch: pytest.Monk
         (space(100 * GIB, inodes=10), FAIL),
     ],
 )
-def test_space_for_checkpoints(
+def test_check_space_judges_free_bytes_and_inodes(
     found: SimpleNamespace, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: found)
     assert storage.check_space(tmp_path).status is status
 
 
-def test_an_output_path_that_cannot_be_written() -> None:
+def test_check_space_of_unwritable_path_fails() -> None:
     finding = storage.check_space(Path("/proc/grpo"))  # no user may make a file there
     assert finding.status is FAIL
     assert finding.message.startswith("/proc: cannot be written: ")
 
 
-def test_space_at_an_output_path_that_does_not_exist_yet(tmp_path: Path) -> None:
+def test_check_space_of_missing_path_measures_existing_ancestor(tmp_path: Path) -> None:
     finding = storage.check_space(tmp_path / "runs" / "1")
     assert finding.message.startswith(f"{tmp_path}: ")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_local_model_and_a_local_dataset(tmp_path: Path) -> None:
+def test_storage_check_of_local_folder_names_missing_model_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     finding = storage.check_model(str(tmp_path))
     assert (finding.status, finding.message) == (FAIL, f"{tmp_path} lacks a tokenizer, weights")
@@ -76,7 +76,7 @@ def test_a_local_model_and_a_local_dataset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("check", [storage.check_model, storage.check_dataset], ids=["model", "dataset"])
 @pytest.mark.parametrize("path", ["{}/not/mounted", "./not/mounted", "a/b/c"])
-def test_a_path_that_is_not_mounted_on_this_node_is_no_name_on_the_hub(
+def test_storage_check_of_unmounted_path_fails_as_local_path(
     check: Callable[[str], Finding], path: str, tmp_path: Path
 ) -> None:
     finding = check(path.format(tmp_path))
@@ -85,7 +85,7 @@ def test_a_path_that_is_not_mounted_on_this_node_is_no_name_on_the_hub(
 
 
 @pytest.mark.parametrize("kinds", [["linear_attention", "full_attention"], ["full_attention"]])
-def test_a_model_whose_kernels_are_missing(kinds: list[str], tmp_path: Path) -> None:
+def test_check_model_without_linear_attention_kernels_names_packages(kinds: list[str], tmp_path: Path) -> None:
     """On a node with GPUs; on any other nothing would use them."""
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"layer_types": kinds}}))
     for name in ("tokenizer.json", "model.safetensors"):
@@ -104,7 +104,7 @@ def go_offline(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
 
 
-def test_a_model_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_model_offline_requires_complete_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     online = storage.check_model("org/no-such-model")
     assert (online.status, online.message.endswith(": will be downloaded")) == (PASS, True)
     go_offline(monkeypatch, tmp_path)
@@ -126,7 +126,7 @@ def test_a_model_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert storage.check_model(str(snapshot)).status is PASS
 
 
-def test_a_dataset_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_dataset_offline_requires_prepared_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert storage.check_dataset("org/DeepMath-103K").message == "org/DeepMath-103K: will be downloaded"
     go_offline(monkeypatch, tmp_path)
     missing = storage.check_dataset("org/DeepMath-103K")

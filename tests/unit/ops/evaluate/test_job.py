@@ -25,7 +25,7 @@ def rows_in(folder: Path, name: str) -> str:
     return str(folder / name)
 
 
-def test_the_runs_own_command_says_what_is_evaluated(tmp_path: Path) -> None:
+def test_read_job_takes_task_from_run_command(tmp_path: Path) -> None:
     checkpoint = run_of(tmp_path, "train.py", "--bf16", "false", "--seed", "7", ranks=2)  # the demo
     job = read_job(checkpoint, ["--eval_temperature", "0"], [])
     assert (job.step, job.ranks, job.asked) == (30, 2, {None})
@@ -35,7 +35,7 @@ def test_the_runs_own_command_says_what_is_evaluated(tmp_path: Path) -> None:
     assert [func.__name__ for func in job.reward_funcs] == ["exact_match"]
 
 
-def test_flags_alone_do_for_a_model_of_no_run(tmp_path: Path) -> None:
+def test_read_job_without_run_takes_task_from_flags(tmp_path: Path) -> None:
     sets = json.dumps({"a": rows_in(tmp_path, "a.jsonl"), "b": {"name": rows_in(tmp_path, "b.jsonl"), "split": "dev"}})
     data = ["--dataset_name", rows_in(tmp_path, "train.jsonl"), "--eval_datasets", sets]
     task = ["--model_name_or_path", str(MODEL), *data, "--reward_funcs", "exact_match", "--bf16", "false"]
@@ -45,7 +45,7 @@ def test_flags_alone_do_for_a_model_of_no_run(tmp_path: Path) -> None:
         read_job(tmp_path, task, ["c"])
 
 
-def test_flags_without_a_model_evaluate_the_checkpoint_on_their_data_and_never_the_demos(tmp_path: Path) -> None:
+def test_read_job_without_model_flag_uses_given_data_never_demo(tmp_path: Path) -> None:
     task = ["--reward_funcs", "exact_match", "--bf16", "false"]
     sets = json.dumps({"mine": rows_in(tmp_path, "a.jsonl")})
     job = read_job(tmp_path, [*task, "--eval_datasets", sets], [])
@@ -75,7 +75,7 @@ def test_flags_without_a_model_evaluate_the_checkpoint_on_their_data_and_never_t
         (("train.py", "--bf16", "false"), ["--eval_top_p", "7"], r"eval_top_p is 7.0; it is in \(0, 1\]"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused_in_a_line(
+def test_read_job_with_unusable_run_or_flags_raises(
     command: tuple[str, ...], flags: list[str], said: str, tmp_path: Path
 ) -> None:
     checkpoint = run_of(tmp_path, *command)
@@ -85,12 +85,12 @@ def test_what_cannot_be_evaluated_is_refused_in_a_line(
         read_job(checkpoint, flags, [])
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_of_missing_folder_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["eval", str(tmp_path / "checkpoint-3")]) == 1
     assert "checkpoint-3 is no folder: give <output_dir>/checkpoint-<step>" in capsys.readouterr().err
 
 
-def test_a_damaged_history_is_named(tmp_path: Path) -> None:
+def test_read_job_with_damaged_history_names_file(tmp_path: Path) -> None:
     checkpoint = run_of(tmp_path, "train.py")
     (tmp_path / HISTORY_FILE).write_text("{")
     with pytest.raises(ValueError, match=r"run\.json cannot be read: JSONDecodeError"):
@@ -106,7 +106,7 @@ def test_a_damaged_history_is_named(tmp_path: Path) -> None:
         ('{"a": "no.jsonl"}', r"eval_datasets\['a'\] is no.jsonl, but .* does not exist"),
     ],
 )
-def test_evaluation_sets_that_cannot_be_read_are_named(given: str, said: str, tmp_path: Path) -> None:
+def test_read_job_with_unreadable_eval_datasets_names_them(given: str, said: str, tmp_path: Path) -> None:
     data = ["--dataset_name", rows_in(tmp_path, "train.jsonl"), "--eval_datasets", given]
     task = ["--model_name_or_path", str(MODEL), *data, "--reward_funcs", "exact_match", "--bf16", "false"]
     with pytest.raises(ValueError, match=said):

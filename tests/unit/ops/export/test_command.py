@@ -54,7 +54,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def test_an_adapter_is_for_all_to_read_and_its_base_not_loaded_where_there_is_no_space_to_merge(
+def test_export_of_adapter_obeys_umask_and_checks_space_before_loading(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -77,7 +77,7 @@ def test_an_adapter_is_for_all_to_read_and_its_base_not_loaded_where_there_is_no
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plain_checkpoint_becomes_the_same_model_without_the_training_state(checkpoint: Path, tmp_path: Path) -> None:
+def test_export_of_plain_checkpoint_keeps_model_drops_training_state(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "optimizer.pt").write_bytes(b"state")
     declare_complete(checkpoint)
     out = tmp_path / "a" / "b" / "out"
@@ -106,12 +106,12 @@ def current_umask() -> int:
     return umask
 
 
-def test_files_are_as_large_as_transformers_makes_them() -> None:
+def test_default_shard_size_matches_transformers() -> None:
     theirs = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
     assert theirs == DEFAULT_SHARD_SIZE
 
 
-def test_shards_and_a_cast(checkpoint: Path, tmp_path: Path) -> None:
+def test_export_with_shards_and_dtype_casts_and_splits_weights(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()  # an empty folder is free
     exported = export(checkpoint, out, Options(dtype=torch.bfloat16, max_shard_size="200KB"))
@@ -129,7 +129,7 @@ def test_shards_and_a_cast(checkpoint: Path, tmp_path: Path) -> None:
     assert same(weights(again), weights(out))
 
 
-def test_what_the_trainer_saved_in_several_dtypes_keeps_them(checkpoint: Path, tmp_path: Path) -> None:
+def test_export_of_mixed_dtypes_keeps_them(checkpoint: Path, tmp_path: Path) -> None:
     mixed = {name: tensor if "norm" in name else tensor.bfloat16() for name, tensor in weights(checkpoint).items()}
     save_file(mixed, checkpoint / "model.safetensors")
     edit_config(checkpoint, dtype="bfloat16")
@@ -138,7 +138,7 @@ def test_what_the_trainer_saved_in_several_dtypes_keeps_them(checkpoint: Path, t
     assert same(weights(tmp_path / "out"), mixed)
 
 
-def test_a_tied_weight_that_deepspeed_saved_twice_comes_once(checkpoint: Path, tmp_path: Path) -> None:
+def test_export_of_duplicated_tied_weight_writes_it_once(checkpoint: Path, tmp_path: Path) -> None:
     single = weights(checkpoint)
     twice = single | {"lm_head.weight": single["model.embed_tokens.weight"].clone()}
     save_file(twice, checkpoint / "model.safetensors")
@@ -149,7 +149,9 @@ def test_a_tied_weight_that_deepspeed_saved_twice_comes_once(checkpoint: Path, t
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_unfinished_checkpoint_needs_a_flag(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_export_of_unfinished_checkpoint_requires_allow_incomplete(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     (checkpoint / "complete.json").unlink()
     command = ["export", str(checkpoint), str(tmp_path / "out")]
     assert cli.main(command) == 1
@@ -165,7 +167,7 @@ def test_an_unfinished_checkpoint_needs_a_flag(checkpoint: Path, tmp_path: Path,
     assert said.out.startswith(f"{tmp_path / 'out'}: 0.001 GB of float32 in 1 file(s), from 1 safetensors file(s)")
 
 
-def test_a_file_that_was_cut_short_is_named(checkpoint: Path, tmp_path: Path) -> None:
+def test_export_of_damaged_weights_file_names_it(checkpoint: Path, tmp_path: Path) -> None:
     file = checkpoint / "model.safetensors"
     size = file.stat().st_size
     os.truncate(file, size - 8)
@@ -184,7 +186,7 @@ def test_a_file_that_was_cut_short_is_named(checkpoint: Path, tmp_path: Path) ->
         export(checkpoint, tmp_path / "out", Options(allow_incomplete=True))
 
 
-def test_a_folder_without_a_model_is_reported(checkpoint: Path, tmp_path: Path) -> None:
+def test_export_of_folder_without_model_raises(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"has no config\.json: give a checkpoint-<step> folder"):
         export(tmp_path / "empty", tmp_path / "out", Options())
@@ -193,7 +195,7 @@ def test_a_folder_without_a_model_is_reported(checkpoint: Path, tmp_path: Path) 
         export(checkpoint, tmp_path / "out", Options())
 
 
-def test_out_has_to_be_free(checkpoint: Path, tmp_path: Path) -> None:
+def test_export_into_nonempty_folder_raises(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").touch()
@@ -204,7 +206,9 @@ def test_out_has_to_be_free(checkpoint: Path, tmp_path: Path) -> None:
     assert [path.name for path in out.iterdir()] == ["precious"]
 
 
-def test_disk_and_memory_are_looked_at_first(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_with_little_disk_or_memory_raises_first(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
@@ -217,7 +221,7 @@ def test_disk_and_memory_are_looked_at_first(checkpoint: Path, tmp_path: Path, m
         export(checkpoint, tmp_path / "out", Options())  # what is not cast stays in its file until it is written
 
 
-def test_weights_of_another_model_are_reported(checkpoint: Path, tmp_path: Path) -> None:
+def test_export_with_mismatched_config_or_bad_option_raises(checkpoint: Path, tmp_path: Path) -> None:
     edit_config(checkpoint, intermediate_size=264)
     here = sum(tensor.numel() for tensor in weights(checkpoint).values())
     wanted = here + 2 * 3 * 8 * 128
@@ -246,7 +250,7 @@ class Evil:
         ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
     ],
 )
-def test_code_in_a_pickle_is_not_run(
+def test_export_of_malicious_pickle_runs_no_code(
     files: list[str], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (checkpoint / "model.safetensors").unlink()
@@ -264,7 +268,7 @@ def test_code_in_a_pickle_is_not_run(
 
 
 @pytest.mark.parametrize("how", ["error", "SIGTERM"])
-def test_nothing_half_written_is_left(
+def test_export_after_failure_leaves_no_partial_output(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     original = modeling_utils.safe_save_file
@@ -290,14 +294,14 @@ def test_nothing_half_written_is_left(
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_a_checkpoint_without_a_tokenizer_is_reported(checkpoint: Path, tmp_path: Path) -> None:
+def test_export_of_checkpoint_without_tokenizer_adds_note(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "tokenizer_config.json").unlink()
     declare_complete(checkpoint)
     (note,) = export(checkpoint, tmp_path / "out", Options()).notes
     assert note == f"{checkpoint} holds no tokenizer: the export has none either"
 
 
-def test_weights_that_are_not_the_models_are_named() -> None:
+def test_check_weights_names_missing_extra_and_misshapen() -> None:
     expected = {"a": torch.empty(2, 3), "b": torch.empty(4)}
     check_weights(torch.nn.Linear(1, 1), expected, {**expected}, as_saved=False)
     found = {"b": torch.empty(5), "c": torch.empty(1)}

@@ -24,7 +24,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_its_files_are_the_projects_own(made: Path) -> None:
+def test_init_copies_project_files(made: Path) -> None:
     found = files(made)
     for name, path in files(made / "configs").items() | files(made / "launch").items():
         original = ROOT / path.relative_to(made)
@@ -37,7 +37,7 @@ def test_its_files_are_the_projects_own(made: Path) -> None:
     assert not any(path.is_symlink() for path in made.rglob("*"))
 
 
-def test_the_script_names_launcher_files_that_are_there(made: Path) -> None:
+def test_init_script_names_existing_launcher_files(made: Path) -> None:
     words = (made / "train.py").read_text().split()
     named = [words[index + 1] for index, word in enumerate(words) if word == "--config_file"]
     assert named
@@ -45,14 +45,14 @@ def test_the_script_names_launcher_files_that_are_there(made: Path) -> None:
         assert yaml.safe_load((made / name).read_text())["distributed_type"] == "DEEPSPEED"
 
 
-def test_no_file_names_one_that_is_not_there(made: Path) -> None:
+def test_init_files_reference_only_existing_files(made: Path) -> None:
     """Configurations and scripts of ours; `my_run.yaml` and the like are the user's."""
     for name, path in files(made).items():
         for named in re.findall(r"\b(?:configs|launch|examples)/[\w./-]*\w\.\w+", path.read_text()):
             assert (made / named).exists(), f"{name} names {named}"
 
 
-def test_the_command_says_what_it_wrote_and_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_command_prints_written_files_and_next_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert cli.main(["init", str(tmp_path / "empty")]) == 0
     said = capsys.readouterr().out
@@ -61,9 +61,7 @@ def test_the_command_says_what_it_wrote_and_what_to_do_next(tmp_path: Path, caps
     assert "\n  grpo launch --nodes a,b train.py    " in said
 
 
-def test_a_folder_that_holds_something_is_refused_by_what_it_holds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_in_nonempty_folder_fails_and_lists_contents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(7):
         (tmp_path / f"note-{number}").touch()
     before = files(tmp_path)
@@ -76,7 +74,7 @@ def test_a_folder_that_holds_something_is_refused_by_what_it_holds(
     assert "note-3 is a file" in capsys.readouterr().err
 
 
-def test_the_script_takes_no_flag_that_is_cut_off_and_says_how_to_read_its_help(
+def test_init_script_refuses_abbreviated_flag_and_prints_help(
     made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, code in ((["--learning_rat", "3"], 1), (["--help"], 0)):

@@ -28,14 +28,14 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("ends")
-def test_a_good_end_needs_no_farewell(caplog: pytest.LogCaptureFixture) -> None:
+def test_run_launcher_after_success_drops_exit_barrier_error(caplog: pytest.LogCaptureFixture) -> None:
     ending = agent.run_launcher(["torchrun"], lambda: False)
     assert ending.has_succeeded
     assert [record.getMessage() for record in caplog.records if record.name == LOGGER] == ["something else"]
 
 
 @pytest.mark.usefixtures("ends")
-def test_it_is_heard_where_something_has_failed(
+def test_run_launcher_after_failure_logs_exit_barrier_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = agent._launch
@@ -49,7 +49,7 @@ def test_it_is_heard_where_something_has_failed(
     assert "Error waiting on exit barrier" in caplog.text
 
 
-def test_a_node_that_is_done_stays_until_the_first_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outlast_head_waits_until_head_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 may still write a model, and a scheduler ends a job some minutes after its first node."""
     monkeypatch.setattr(last_words, "LOOK_S", 0.02)
     with socket.create_server(("127.0.0.1", 0)) as store:

@@ -35,7 +35,7 @@ def make_attempt(folder: Path, number: int = 0, *, has_trainer: bool = True, **s
     return attempt
 
 
-def test_the_trainer_is_given_the_time_when_the_launcher_was_started(tmp_path: Path) -> None:
+def test_attempt_variables_hold_launch_and_start_times(tmp_path: Path) -> None:
     """Before the doctor and the rendezvous: a request to stop that is made meanwhile is for this attempt."""
     reported = make_attempt(tmp_path, has_trainer=False).variables()
     assert (reported["GRPO_LAUNCHED"], reported["GRPO_STARTED"]) == ("50.0", "100.0")
@@ -49,14 +49,16 @@ def test_the_trainer_is_given_the_time_when_the_launcher_was_started(tmp_path: P
         (BY_SIGTERM, START_AGAIN, "training has finished, but a SIGTERM has ended the script after it"),
     ],
 )
-def test_what_comes_after_the_training_counts(ending: Ending, code: int, why: str, tmp_path: Path) -> None:
+def test_conclude_after_finished_training_follows_script_end(
+    ending: Ending, code: int, why: str, tmp_path: Path
+) -> None:
     """The model that a script saves, say."""
     attempt = make_attempt(tmp_path, state="finished", why="all steps are done")
     then = "; the same line with --resume auto goes on from the beginning" if code == START_AGAIN else ""
     assert attempt.conclude(ending, max_crashes=3) == (code, f"{why}; {tmp_path / 'run'}{then}")
 
 
-def test_what_starts_again_goes_on_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+def test_conclude_with_restart_names_newest_complete_checkpoint(tmp_path: Path) -> None:
     for step, file in ((10, "complete.json"), (20, "trainer_state.json")):
         (folder := tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
         (folder / file).write_text("{}")
@@ -74,7 +76,7 @@ def test_what_starts_again_goes_on_from_the_newest_complete_checkpoint(tmp_path:
         (22, START_AGAIN, "failed: a reward; {run}; the same line with --resume auto goes on from checkpoint-10"),
     ],
 )
-def test_a_failure_of_the_users_is_final_before_the_first_step_alone(
+def test_conclude_of_user_failure_is_final_only_before_first_step(
     step: int, code: int, why: str, tmp_path: Path
 ) -> None:
     (folder := tmp_path / "run" / "checkpoint-10").mkdir(parents=True)
@@ -85,13 +87,13 @@ def test_a_failure_of_the_users_is_final_before_the_first_step_alone(
     assert got == (code, why.format(run=tmp_path / "run"))
 
 
-def test_a_sigterm_before_there_is_a_trainer_is_no_crash(tmp_path: Path) -> None:
+def test_conclude_of_sigterm_before_trainer_counts_no_crash(tmp_path: Path) -> None:
     attempt = make_attempt(tmp_path, has_trainer=False)
     code, why = attempt.conclude(BY_SIGTERM, max_crashes=1)
     assert (code, why) == (START_AGAIN, "ended by a SIGTERM, before there was a trainer")
 
 
-def test_a_trainer_that_leaves_no_word_behind_has_crashed_with_a_sigterm_too(tmp_path: Path) -> None:
+def test_conclude_of_sigterm_without_final_state_counts_crash(tmp_path: Path) -> None:
     """Slurm ends the other nodes of a job by SIGTERM when one has failed."""
     ends = [make_attempt(tmp_path, number).conclude(BY_SIGTERM, max_crashes=2) for number in (0, 1)]
     assert [code for code, _ in ends] == [START_AGAIN, FAILED]
@@ -108,7 +110,7 @@ def followed(tmp_path: Path) -> Attempt:
 
 
 @pytest.mark.parametrize(("kind", "code"), [(FailureKind.NODE_LOST, START_AGAIN), (FailureKind.USER, FAILED)])
-def test_a_node_whose_ranks_know_the_cause_does_not_wait_for_rank_0(
+def test_conclude_with_cause_noted_by_rank_skips_wait_for_rank_0(
     followed: Attempt, kind: FailureKind, code: int
 ) -> None:
     note_failure({**followed.variables(), "RANK": "1"}, "node 0 is gone", kind)
@@ -119,7 +121,7 @@ def test_a_node_whose_ranks_know_the_cause_does_not_wait_for_rank_0(
     assert (got, "node 0 is gone" in why) == (code, True), why
 
 
-def test_what_rank_0_has_written_counts_more(followed: Attempt, tmp_path: Path) -> None:
+def test_conclude_prefers_state_of_rank_0_over_rank_notes(followed: Attempt, tmp_path: Path) -> None:
     note_failure(followed.variables(), "a peer has left", FailureKind.MACHINE)
     run = RunFolder(tmp_path / "run", {"GRPO_JOB": "7", "GRPO_STARTED": "5.0"})
     run.update(state="failed", why="a misspelt option", kind=FailureKind.USER)

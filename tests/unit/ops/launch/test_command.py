@@ -42,13 +42,15 @@ def read(*words: str) -> tuple[argparse.Namespace, Script]:
         (("--nodes", "a,b", "train.py", "--config", "x.yaml"), False, ("--config", "x.yaml")),
     ],
 )
-def test_without_a_script_it_is_the_packages_own(words: tuple[str, ...], module: bool, arguments: tuple) -> None:
+def test_script_of_without_script_returns_package_module(
+    words: tuple[str, ...], module: bool, arguments: tuple
+) -> None:
     _, script = read(*words)
     name = "mine.train" if "-m" in words else "train.py" if "train.py" in words else "grpo.train"
     assert (script.name, script.is_module, script.arguments) == (name, module, arguments)
 
 
-def test_flags_count_beside_a_file_that_only_the_script_can_read(tmp_path: Path) -> None:
+def test_launch_with_unreadable_script_config_reads_flags(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("[model]\n")
     flags = ["--config", str(tmp_path / "mine.toml"), "--vllm_reserved_gpus", "2", "--use_cpu"]
     asked, is_readable = command._asked(*read("mine.py", *flags), file={})
@@ -64,7 +66,7 @@ def test_flags_count_beside_a_file_that_only_the_script_can_read(tmp_path: Path)
         (("--nodes", "n1", "--node-rank", "0"), ""),
     ],
 )
-def test_a_file_for_several_nodes_is_no_job_of_one_that_nobody_has_asked_for(
+def test_launch_of_multinode_file_without_nodes_is_refused(
     words: tuple[str, ...],
     said: str,
     tmp_path: Path,
@@ -80,7 +82,7 @@ def test_a_file_for_several_nodes_is_no_job_of_one_that_nobody_has_asked_for(
 
 
 @pytest.mark.parametrize(("flags", "is_refused"), [((), True), (("--use_cpu",), False)])
-def test_a_file_for_gpus_is_refused_where_there_is_none(flags: tuple[str, ...], is_refused: bool) -> None:
+def test_launch_of_gpu_file_without_gpus_is_refused_unless_use_cpu(flags: tuple[str, ...], is_refused: bool) -> None:
     file = str(ROOT / "configs" / "1node.yaml")
     args, script = read("--config_file", file, "train.py", *flags)
     at = Rendezvous(ranks_by_node=(1,), node_rank=0, head_address="127.0.0.1", port=1)
@@ -92,7 +94,7 @@ def test_a_file_for_gpus_is_refused_where_there_is_none(flags: tuple[str, ...], 
         command._line(args, script, settings, at, asked, on_gpus=False)
 
 
-def test_a_job_without_the_memory_is_shown_how_to_plan_it(
+def test_launch_after_out_of_memory_prints_plan_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_launcher(*_: object, **__: object) -> Ending:
@@ -113,7 +115,7 @@ def test_a_job_without_the_memory_is_shown_how_to_plan_it(
 
 
 @pytest.mark.parametrize(("words", "seconds"), [((), 1800.0), (("--start-timeout", "77"), 77.0)])
-def test_how_long_a_nodes_report_may_take(
+def test_start_timeout_sets_report_timeout(
     words: tuple[str, ...], seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places: list[Place] = []
@@ -125,7 +127,9 @@ def test_how_long_a_nodes_report_may_take(
     assert [place.report_timeout_s for place in places] == [seconds]
 
 
-def test_a_sigterm_while_the_head_still_writes_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_with_sigterm_while_waiting_for_head_returns_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This node has done its part: the head's model is what is waited for."""
 
     def run_launcher(*_: object, **__: object) -> Ending:
@@ -153,7 +157,7 @@ def test_a_sigterm_while_the_head_still_writes_is_no_failure(tmp_path: Path, mon
 SECRETS = ("mine.py", "--hub_token", "xyz", "--wandb_api_key=abc", "--url", "https://me:pass@host/x", "--lr", "1e-6")
 
 
-def test_secrets_are_on_no_screen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_masks_secrets_in_line(capsys: pytest.CaptureFixture[str]) -> None:
     at = Rendezvous(ranks_by_node=(1,), node_rank=0, head_address="127.0.0.1", port=1)
     place = Place(nodes=("a",), node="a", head_address="a", port=1, command="grpo launch")
     line.show(place, at, "counted", [], ["torchrun", *SECRETS])
@@ -162,7 +166,7 @@ def test_secrets_are_on_no_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--lr 1e-6" in shown
 
 
-def test_secrets_are_compared_by_a_digest() -> None:
+def test_launch_inputs_compare_secrets_by_digest() -> None:
     reported = [
         command._inputs(*read("-m", *(word.replace("xyz", token) for word in SECRETS)))["arguments"]
         for token in ("xyz", "xyz", "other")

@@ -60,14 +60,14 @@ def launch_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     return environments[0]
 
 
-def test_every_config_is_checked():
+def test_config_files_are_all_covered():
     assert {file.name for file in CONFIGS.glob("*.yaml")} == set(LAYOUTS)
     assert {file.stem for file in (CONFIGS / "train").iterdir()} == {"chain_sum", "demo", "gsm8k_qwen2.5_7b", *RECIPES}
     assert {file.name for file in CONFIGS.iterdir()} == {*LAYOUTS, "zero3.json", "train"}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_accelerate_reads_the_layout(name: str):
+def test_launcher_config_matches_layout_in_accelerate(name: str):
     machines, gpus, reserved, _, processes = LAYOUTS[name]
     config = load_config_from_file(str(CONFIGS / name))
     assert isinstance(config, ClusterConfig)
@@ -87,7 +87,7 @@ def test_accelerate_reads_the_layout(name: str):
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout[1]])
-def test_the_layout_is_one_that_a_node_accepts(name: str):
+def test_launcher_config_layout_passes_plan_node(name: str):
     machines, gpus, reserved, tensor_parallel_size, processes = LAYOUTS[name]
     reported = Launch(
         rank=0,
@@ -119,19 +119,19 @@ def accelerate_launch(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", MULTI_NODE)
-def test_a_launcher_that_is_not_reported_which_node_it_is_on_says_what_to_do(name: str):
+def test_multinode_config_without_machine_rank_raises_with_hint(name: str):
     arguments = launch.launch_command_parser().parse_args(["--config_file", str(CONFIGS / name), "train.py"])
     with pytest.raises(ValueError, match=re.escape(WHAT_TO_DO)):
         launch.launch_command(arguments)
 
 
-def test_and_that_is_its_last_line():
+def test_accelerate_launch_without_machine_rank_ends_with_hint():
     done = accelerate_launch("--config_file", f"configs/{MULTI_NODE[0]}", "train.py")
     assert done.returncode != 0
     assert WHAT_TO_DO in done.stderr.splitlines()[-1], done.stderr
 
 
-def test_flags_win_over_what_the_file_says_to_do(tmp_path: Path):
+def test_accelerate_launch_flags_override_hint_in_config(tmp_path: Path):
     script = tmp_path / "show.py"
     script.write_text("import os; print(*(os.environ[n] for n in ('RANK', 'MASTER_ADDR', 'WORLD_SIZE')), flush=True)")
     flags = ["--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
@@ -141,21 +141,21 @@ def test_flags_win_over_what_the_file_says_to_do(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", MULTI_NODE)
-def test_what_the_file_says_to_do_is_no_value_to_be_replaced(name: str):
+def test_replaced_ignores_hint_in_multinode_config(name: str):
     machines, gpus, reserved, *_ = LAYOUTS[name]
     at = Rendezvous(ranks_by_node=(gpus - reserved,) * machines, node_rank=1, head_address="n1", port=29500)
     assert line.replaced(yaml.safe_load((CONFIGS / name).read_text()), at) == []
 
 
 @pytest.mark.parametrize("name", MULTI_NODE)
-def test_grpo_plan_reads_it(name: str):
+def test_read_launcher_reads_multinode_config(name: str):
     machines, *_, processes = LAYOUTS[name]
     planned = read_launcher(str(CONFIGS / name), None, None)
     assert (planned.num_machines, planned.num_processes) == (machines, processes)
 
 
 @pytest.mark.usefixtures("no_deepspeed_left")
-def test_zero3_json_is_what_the_yaml_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_zero3_json_matches_yaml_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     settings = {"output_dir": str(tmp_path), "bf16": True, "use_cpu": True, "report_to": "none"}
     from_json = GRPOConfig(deepspeed=str(CONFIGS / "zero3.json"), **settings)
     json_config = copy.deepcopy(from_json.deepspeed_plugin.deepspeed_config)
@@ -176,7 +176,7 @@ def test_zero3_json_is_what_the_yaml_makes(tmp_path: Path, monkeypatch: pytest.M
     assert json_config == filled.config
 
 
-def test_demo_yaml_holds_the_defaults():
+def test_demo_yaml_matches_demo_defaults():
     assert yaml.safe_load((CONFIGS / "train" / "demo.yaml").read_text()) == DEMO_DEFAULTS
     arguments = parse_arguments(["--config", str(CONFIGS / "train" / "demo.yaml")])
     assert arguments.is_demo
@@ -184,7 +184,7 @@ def test_demo_yaml_holds_the_defaults():
 
 
 @pytest.mark.parametrize(("world_size", "per_rank"), [(1, 256), (2, 128), (7, 32), (24, 8), (28, 8), (64, 8)])
-def test_demo_batch_has_whole_groups_on_any_world(world_size: int, per_rank: int):
+def test_demo_batch_holds_whole_groups_for_any_world_size(world_size: int, per_rank: int):
     defaults = demo_defaults(world_size=world_size)
     assert defaults["per_device_train_batch_size"] == defaults["per_device_eval_batch_size"] == per_rank
     assert per_rank % DEMO_DEFAULTS["num_generations"] == 0
@@ -192,7 +192,7 @@ def test_demo_batch_has_whole_groups_on_any_world(world_size: int, per_rank: int
 
 
 @pytest.mark.parametrize("world_size", [7, 28, 24])
-def test_gsm8k_recipe(world_size: int):
+def test_gsm8k_recipe_parses_with_valid_batches(world_size: int):
     arguments = parse_arguments(["--config", str(CONFIGS / "train" / "gsm8k_qwen2.5_7b.yaml"), "--use_cpu"])
     training, script = arguments.training, arguments.script
     assert not arguments.is_demo

@@ -55,7 +55,7 @@ STOPPED = {"attempt": 1, "state": "stopped", "kind": None, "step": 7, "failure":
         ([failed(0, "c", step=3), failed(1, "b", phase="doctor")], "b"),
     ],
 )
-def test_which_host_is_faulty(attempts: list[Entry], expected: str) -> None:
+def test_faulty_host_matches_attempt_history(attempts: list[Entry], expected: str) -> None:
     assert faulty_host(attempts) == expected
 
 
@@ -68,7 +68,7 @@ def attempt_that_fails(folder: Path, number: int, record: FailureRecord, *, step
     return json.loads((folder / "run_state.json").read_text())
 
 
-def test_it_is_read_from_what_a_run_leaves(tmp_path: Path) -> None:
+def test_read_faulty_host_follows_run_records(tmp_path: Path) -> None:
     record = FailureRecord(node=1, rank=8, host="b", phase="train", cause="CUDA error", kind=MACHINE)
     for number, (step, expected) in enumerate([(3, ""), (5, "b")]):
         state = attempt_that_fails(tmp_path, number, record, step=step)
@@ -82,7 +82,7 @@ def test_it_is_read_from_what_a_run_leaves(tmp_path: Path) -> None:
     assert read_faulty_host(tmp_path / "none", state) == ""
 
 
-def test_the_doctors_word_is_read_before_there_is_a_trainer(tmp_path: Path) -> None:
+def test_read_faulty_host_before_trainer_takes_doctor_record(tmp_path: Path) -> None:
     record = FailureRecord(node=1, rank=-1, host="b", phase="doctor", cause="no GPU", kind=MACHINE)
     record_early_failure(tmp_path, {"GRPO_JOB": "17", "GRPO_ATTEMPT": "0"}, "no GPU", MACHINE, record)
     assert read_faulty_host(tmp_path, json.loads((tmp_path / "run_state.json").read_text())) == "b"

@@ -26,7 +26,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_an_interrupt_that_an_import_has_caught_counts(tmp_path: Path) -> None:
+def test_launch_with_swallowed_interrupt_returns_interrupted(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("")
     line = ["launch", "--nodes", "127.0.0.1,127.0.0.2", "--node-rank", "0", "--port", str(free_port())]

@@ -27,7 +27,7 @@ def environment_of(pod: int, job: dict) -> dict[str, str]:
     return {**reported, "JOB_COMPLETION_INDEX": str(pod), "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
 
 
-def test_the_manifest() -> None:
+def test_k8s_manifest_is_valid_and_consistent() -> None:
     service, job = read_manifest()
     for manifest in (service, job):
         kubernetes_validate.validate(manifest, "1.37", strict=True)
@@ -53,7 +53,7 @@ def test_the_manifest() -> None:
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
 
 
-def test_which_ends_of_a_pod_start_it_again() -> None:
+def test_pod_failure_policy_matches_launch_exit_codes() -> None:
     _, job = read_manifest()
     (container,) = job["spec"]["template"]["spec"]["containers"]
     rules = job["spec"]["podFailurePolicy"]["rules"]
@@ -68,13 +68,13 @@ def test_which_ends_of_a_pod_start_it_again() -> None:
     assert {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]} in rules
 
 
-def test_the_heads_success_is_the_jobs() -> None:
+def test_k8s_success_policy_follows_head_pod() -> None:
     """A pod that is replaced when the head has ended would wait for it, ask to be started again, and so on for ever."""
     _, job = read_manifest()
     assert job["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
 
 
-def test_the_command_of_a_pod() -> None:
+def test_pod_command_parses_as_grpo_launch() -> None:
     """It is one that `grpo launch` takes, and crashes are counted under the same name in every pod that is tried."""
     _, job = read_manifest()
     pod = job["spec"]["template"]["spec"]
@@ -96,7 +96,7 @@ def test_the_command_of_a_pod() -> None:
 
 
 @pytest.mark.parametrize("hostname", ["grpo-1.grpo", "grpo-1.grpo.default.svc.cluster.local"])
-def test_a_pod_knows_its_place(hostname: str) -> None:
+def test_read_scheduler_in_pod_finds_nodes_and_rank(hostname: str) -> None:
     _, job = read_manifest()
     reported = read_scheduler(environment_of(1, job), hostname)
     assert reported is not None
@@ -113,7 +113,7 @@ REMOVABLE = {
 
 
 @pytest.mark.parametrize("line", REMOVABLE)
-def test_what_the_manifest_asks_for_is_explained_and_can_go(line: str) -> None:
+def test_k8s_manifest_requests_are_commented_and_removable(line: str) -> None:
     text = (LAUNCH / "k8s" / "job.yaml").read_text()
     lines = [each.strip() for each in text.splitlines()]
     at = lines.index(line)

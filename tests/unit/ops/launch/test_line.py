@@ -29,7 +29,7 @@ def at(node: int, nodes: int = 2) -> Rendezvous:
     return Rendezvous(ranks_by_node=(6,) * nodes, node_rank=node, head_address="n1", port=12345)
 
 
-def test_accelerate_reads_it() -> None:
+def test_accelerate_line_parses_in_accelerate() -> None:
     line = accelerate_line(SCRIPT, at(1), config_file=str(FOUR_NODES))
     assert line[:2] == ["accelerate", "launch"]
     args = launch_command_parser().parse_args(line[2:])
@@ -42,7 +42,7 @@ def test_accelerate_reads_it() -> None:
 
 
 @pytest.mark.parametrize(("on_gpus", "name"), [(True, "1node.yaml"), (False, "cpu.yaml")])
-def test_without_a_file_it_is_one_of_ours(on_gpus: bool, name: str) -> None:
+def test_own_file_selects_bundled_config_by_gpus(on_gpus: bool, name: str) -> None:
     """And never the default one that accelerate would find in the home."""
     file = own_file(on_gpus=on_gpus)
     args = launch_command_parser().parse_args(accelerate_line(SCRIPT, at(0, 1), config_file=file)[2:])
@@ -50,7 +50,7 @@ def test_without_a_file_it_is_one_of_ours(on_gpus: bool, name: str) -> None:
     assert args.main_process_ip is None
 
 
-def test_torchrun_reads_it() -> None:
+def test_torchrun_line_parses_in_torchrun() -> None:
     module = Script(name="my.package", arguments=("x",), is_module=True)
     args = parse_args(torchrun_line(module, at(1))[1:])
     assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "6", 1)
@@ -59,7 +59,7 @@ def test_torchrun_reads_it() -> None:
     assert args.training_script_args == ["-m", "my.package", "x"]
 
 
-def test_nodes_that_differ_have_torchrun_s_line_and_accelerate_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_place_of_with_uneven_nodes_runs_torchrun_with_accelerate_env(monkeypatch: pytest.MonkeyPatch) -> None:
     """13 is no multiple of 2, and accelerate would start 6 on each."""
     lines = [Rendezvous(ranks_by_node=(7, 6), node_rank=node, head_address="n1", port=12345) for node in (0, 1)]
     assert (lines[0].processes, [each.ranks for each in lines], lines[0].nodes_differ) == (13, [7, 6], True)
@@ -82,7 +82,7 @@ def test_nodes_that_differ_have_torchrun_s_line_and_accelerate_s_variables(monke
         }, file
 
 
-def test_what_it_says_instead_of_the_file() -> None:
+def test_replaced_lists_overridden_config_values() -> None:
     file = yaml.safe_load(FOUR_NODES.read_text())
     assert replaced(file, at(1)) == ["num_machines: 4", "num_processes: 28"], "and not the hint in the rank's place"
     assert replaced({**file, "main_process_ip": "old-head"}, at(1))[-1] == "main_process_ip: old-head"
@@ -102,12 +102,12 @@ def test_what_it_says_instead_of_the_file() -> None:
         ),
     ],
 )
-def test_files_of_something_else(file: dict, launcher: str, said: str) -> None:
+def test_check_file_with_wrong_launcher_config_raises(file: dict, launcher: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_file(file, "x.yaml", launcher=launcher, processes=4)
 
 
 @pytest.mark.parametrize("name", ["1node.yaml", "4node.yaml", "4node_tp2.yaml", "cpu.yaml"])
-def test_our_own_files_are_accelerate_s(name: str) -> None:
+def test_check_file_accepts_bundled_configs(name: str) -> None:
     settings = yaml.safe_load(Path(ROOT / "configs" / name).read_text())
     assert check_file(settings, name, launcher="accelerate", processes=28) is None

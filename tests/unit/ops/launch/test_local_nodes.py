@@ -10,7 +10,7 @@ import pytest
 from tests.support.machine import DONE, FAILED, INTERRUPTED, START_AGAIN, Machine, option
 
 
-def test_local_nodes_share_the_gpus(machine: Machine) -> None:
+def test_local_2node_splits_gpus_between_nodes(machine: Machine) -> None:
     machine.behave("finish")
     code, output = machine.run("local_2node.sh", "--run_name", "two words", CUDA_VISIBLE_DEVICES="7,6,5,4,3,2,1")
     assert code == DONE, output
@@ -29,7 +29,7 @@ def test_local_nodes_share_the_gpus(machine: Machine) -> None:
         assert (machine.output_dir / "logs" / f"train-node{node}.log").exists()
 
 
-def test_what_local_nodes_are_distinguished_from_outside(machine: Machine) -> None:
+def test_local_2node_passes_settings_from_environment(machine: Machine) -> None:
     machine.behave("finish")
     settings = {"GRPO_RANKS_PER_NODE": "2", "GRPO_CONFIG_FILE": "configs/cpu.yaml"}
     code, output = machine.run("local_2node.sh", "examples/gsm8k.py", "--max_steps=2", **settings)
@@ -40,7 +40,7 @@ def test_what_local_nodes_are_distinguished_from_outside(machine: Machine) -> No
     assert machine.launched(1)["environment"]["CUDA_VISIBLE_DEVICES"] is None, "there are none to share"
 
 
-def test_local_nodes_that_fail(machine: Machine) -> None:
+def test_local_2node_after_failure_returns_its_exit_code(machine: Machine) -> None:
     machine.behave("hopeless", "heal")
     for expected, said in ((FAILED, "starting again would not help"), (START_AGAIN, "a node has lost its network")):
         code, output = machine.run("local_2node.sh", CUDA_VISIBLE_DEVICES="")
@@ -59,7 +59,7 @@ def inherited_interrupt(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("inherited_interrupt")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupting_local_nodes_asks_for_a_checkpoint(number: signal.Signals, machine: Machine) -> None:
+def test_local_2node_with_one_signal_stops_to_resume_later(number: signal.Signals, machine: Machine) -> None:
     machine.behave("wait", "finish")
     job = machine.start("local_2node.sh", CUDA_VISIBLE_DEVICES="")
     machine.wait_for("run_state.json")
@@ -75,7 +75,7 @@ def test_interrupting_local_nodes_asks_for_a_checkpoint(number: signal.Signals, 
 
 
 @pytest.mark.usefixtures("inherited_interrupt")
-def test_interrupting_local_nodes_twice_ends_them(machine: Machine) -> None:
+def test_local_2node_with_second_interrupt_ends_at_once(machine: Machine) -> None:
     machine.behave("slow", "finish")
     job = machine.start("local_2node.sh", CUDA_VISIBLE_DEVICES="")
     machine.wait_for("run_state.json")
@@ -98,7 +98,7 @@ def test_interrupting_local_nodes_twice_ends_them(machine: Machine) -> None:
 
 
 @pytest.mark.usefixtures("inherited_interrupt")
-def test_interrupting_before_a_local_node_has_begun(machine: Machine) -> None:
+def test_local_2node_with_interrupt_before_launch_starts_nothing(machine: Machine) -> None:
     job = machine.start("local_2node.sh", FAKE_SMI_WAITS="yes")
     machine.wait_for("asking_for_gpus")
     job.send_signal(signal.SIGINT)

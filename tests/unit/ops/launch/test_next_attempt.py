@@ -38,18 +38,18 @@ FULL_AT_5 = {**HEALS, "why": "80 GiB are full", "kind": "memory", "step": 5}
         ({"state": "failed"}, 0, START_AGAIN, "failed: no reason given"),
     ],
 )
-def test_decisions(state: dict | None, crashes: int, code: int, why: str) -> None:
+def test_decide_matches_state_and_crashes(state: dict | None, crashes: int, code: int, why: str) -> None:
     decided, reported = decide(state, answer_to_end(state), crashes, max_crashes=3)
     assert decided == code
     assert re.fullmatch(why, reported)
 
 
-def test_each_attempts_crash_counts_once(tmp_path: Path) -> None:
+def test_count_crash_counts_each_attempt_once(tmp_path: Path) -> None:
     record = tmp_path / "crashes.17.json"
     assert [count_crash(record, -1, attempt, limit=3) for attempt in ("0", "0", "1", "1", "2")] == [1, 1, 2, 2, 3]
 
 
-def test_a_newer_complete_checkpoint_starts_the_count_again(tmp_path: Path) -> None:
+def test_crash_count_after_newer_complete_checkpoint_resets(tmp_path: Path) -> None:
     def crash(attempt: str) -> int:
         conclude(tmp_path, None, job="17", attempt=attempt, max_crashes=3)
         return json.loads((tmp_path / "crashes.17.json").read_text())["crashes"]
@@ -65,7 +65,7 @@ def test_a_newer_complete_checkpoint_starts_the_count_again(tmp_path: Path) -> N
     assert [crash("5"), crash("6")] == [0, 1], "as numbers: 10 is newer than 9"
 
 
-def test_memory_that_is_full_behind_the_first_step_gets_one_more_start(tmp_path: Path) -> None:
+def test_conclude_of_full_memory_after_first_step_restarts_once(tmp_path: Path) -> None:
     def crash(attempt: str, **state: object) -> int:
         return conclude(tmp_path, FULL_AT_5 | state, job="17", attempt=attempt, max_crashes=9)[0]
 
@@ -77,7 +77,7 @@ def test_memory_that_is_full_behind_the_first_step_gets_one_more_start(tmp_path:
     assert [crash("3"), crash("4")] == [START_AGAIN, FAILED], "behind a newer checkpoint, too"
 
 
-def test_what_is_no_crash_forgets_those_before(tmp_path: Path) -> None:
+def test_crash_count_after_planned_stop_resets(tmp_path: Path) -> None:
     crashes = tmp_path / "crashes.17.json"
     for attempt in ("0", "1"):
         conclude(tmp_path, HEALS, job="17", attempt=attempt, max_crashes=3)
@@ -87,14 +87,14 @@ def test_what_is_no_crash_forgets_those_before(tmp_path: Path) -> None:
     assert json.loads(crashes.read_text())["crashes"] == 1
 
 
-def test_other_nodes_leave_the_counting_to_the_head(tmp_path: Path) -> None:
+def test_conclude_with_follow_counts_no_crashes(tmp_path: Path) -> None:
     for _ in range(4):
         assert conclude(tmp_path, None, job="17", attempt="0", max_crashes=3, follow=True)[0] == START_AGAIN
     assert conclude(tmp_path, HOPELESS, job="17", attempt="0", max_crashes=3, follow=True)[0] == FAILED
     assert not list(tmp_path.iterdir())
 
 
-def test_another_jobs_crashes_and_state_do_not_count(tmp_path: Path) -> None:
+def test_crashes_and_state_of_another_job_are_ignored(tmp_path: Path) -> None:
     for attempt in ("0", "1"):
         conclude(tmp_path, None, job="16", attempt=attempt, max_crashes=3)
     assert conclude(tmp_path, None, job="17", attempt="0", max_crashes=2)[0] == START_AGAIN
@@ -105,7 +105,7 @@ def test_another_jobs_crashes_and_state_do_not_count(tmp_path: Path) -> None:
     assert read_state(tmp_path, lambda state: True) is None, "half a file"
 
 
-def test_the_command_reads_what_the_trainer_has_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_next_attempt_command_follows_run_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def command(attempt: int) -> int:
         return main([str(tmp_path), "--job", "17", "--attempt", str(attempt), "--max_crashes", "2"])
 
@@ -128,7 +128,7 @@ def test_the_command_reads_what_the_trainer_has_written(tmp_path: Path, capsys: 
     assert command(4) == DONE
 
 
-def test_it_needs_nothing_but_python(tmp_path: Path) -> None:
+def test_next_attempt_command_runs_without_site_packages(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-S",
@@ -144,12 +144,12 @@ def test_it_needs_nothing_but_python(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (START_AGAIN, "")
 
 
-def test_an_attempt_that_died_before_it_had_a_folder(tmp_path: Path) -> None:
+def test_conclude_without_output_folder_counts_crash(tmp_path: Path) -> None:
     code, why = conclude(tmp_path / "not" / "there", None, job="17", attempt="0", max_crashes=2)
     assert (code, "crash 1 of 2" in why) == (START_AGAIN, True)
 
 
-def test_a_script_that_fails_behind_its_training_is_no_success(
+def test_next_attempt_command_with_failed_script_returns_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunFolder(tmp_path, {"GRPO_JOB": "17", "GRPO_ATTEMPT": "0"})
@@ -160,7 +160,7 @@ def test_a_script_that_fails_behind_its_training_is_no_success(
     assert "training has finished, but the script failed after it" in capsys.readouterr().out
 
 
-def test_a_record_that_cannot_be_read_or_written_ends_no_job(
+def test_conclude_with_unusable_crash_record_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "crashes.17.json").write_text("")  # as a machine leaves it that has lost its power
@@ -181,7 +181,7 @@ def test_a_record_that_cannot_be_read_or_written_ends_no_job(
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG])
-def test_a_folder_that_will_never_be_written_is_no_reason_to_start_for_ever(
+def test_conclude_with_permanently_unwritable_folder_returns_failed(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(path: Path, text: str) -> None:
@@ -194,7 +194,7 @@ def test_a_folder_that_will_never_be_written_is_no_reason_to_start_for_ever(
     assert f"crashes.17.json: [Errno {number}]" in capsys.readouterr().err
 
 
-def test_a_job_whose_disk_stays_full_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conclude_on_full_disk_fails_after_repeated_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(attempt: str) -> int:
         return conclude(tmp_path, None, job="17", attempt=attempt, max_crashes=3)[0]
 

@@ -47,7 +47,7 @@ def ask(**given: Any) -> Asked:
         (ask(flag=(4,), reserved_gpus=1), {"a": 0}, 4, "--ranks-per-node"),
     ],
 )
-def test_the_first_that_is_given(asked: Asked, gpus: dict[str, int], count: int, why: str) -> None:
+def test_ranks_by_node_takes_first_given_source(asked: Asked, gpus: dict[str, int], count: int, why: str) -> None:
     ranks = ranks_by_node(asked, gpus)
     assert (ranks.by_node, ranks.why) == ((count,) * len(gpus), why)
 
@@ -65,7 +65,7 @@ def test_the_first_that_is_given(asked: Asked, gpus: dict[str, int], count: int,
         (ask(flag=(2, 1)), (0, 0), (2, 1), "--ranks-per-node"),
     ],
 )
-def test_each_node_has_the_ranks_that_its_gpus_leave(
+def test_ranks_by_node_with_uneven_gpus_follows_each_node(
     asked: Asked, gpus: tuple[int, ...], counts: tuple[int, ...], why: str
 ) -> None:
     nodes = dict(zip("abcd", gpus, strict=False))
@@ -100,12 +100,12 @@ def test_each_node_has_the_ranks_that_its_gpus_leave(
         ),
     ],
 )
-def test_ranks_that_leave_no_engine_a_gpu(asked: Asked, gpus: dict[str, int], said: str) -> None:
+def test_ranks_by_node_with_impossible_ranks_raises(asked: Asked, gpus: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ranks_by_node(asked, gpus)
 
 
-def test_a_node_that_has_lost_a_gpu_does_not_change_the_ranks_of_a_job() -> None:
+def test_ranks_by_node_with_lost_gpu_on_resume_raises() -> None:
     """Its checkpoint is for as many as there were; another allocation has them."""
     asked = ask(reserved_gpus=1, resumed_ranks=28)
     lost = {"a": 8, "b": 8, "c": 7, "d": 8}
@@ -123,7 +123,7 @@ def test_a_node_that_has_lost_a_gpu_does_not_change_the_ranks_of_a_job() -> None
     assert ranks_by_node(replace(asked, resumed_ranks=27), lost).by_node == (7, 7, 6, 7)
 
 
-def test_one_node_without_gpus_is_the_nodes_fault_and_all_of_them_the_users() -> None:
+def test_decide_without_gpus_blames_machine_on_one_node_user_on_all() -> None:
     place = Place(nodes=("a", "b"), node="a", head_address="a", port=1, command="grpo launch")
     none = NodeReport(gpus=0, mistake="torch is built for CUDA 12.9, but sees no GPU")
     one = decide(place, {"a": NodeReport(gpus=8), "b": none}, ask(), port=1)

@@ -13,7 +13,7 @@ LAUNCHER = {"train.sbatch": "accelerate", "train_torchrun.sbatch": "torchrun"}
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_slurm_reads_the_header(template: str) -> None:
+def test_slurm_header_holds_required_options(template: str) -> None:
     header = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", (LAUNCH / template).read_text(), re.MULTILINE)
     options = dict(header)
     assert len(options) == len(header)
@@ -27,7 +27,7 @@ def test_slurm_reads_the_header(template: str) -> None:
     assert "#SBATCH" not in (LAUNCH / template).read_text()[first_command.start() :], "Slurm reads no line below"
 
 
-def test_the_templates_differ_in_the_launcher_alone() -> None:
+def test_slurm_templates_differ_only_in_launcher() -> None:
     def rest(template: str) -> str:
         text = (LAUNCH / template).read_text()
         text = text.replace(template, "TEMPLATE").replace("`accelerate launch`", "`torchrun`")
@@ -37,7 +37,7 @@ def test_the_templates_differ_in_the_launcher_alone() -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_what_every_node_is_given(template: str, machine: Machine) -> None:
+def test_slurm_template_starts_grpo_launch_on_each_node(template: str, machine: Machine) -> None:
     machine.behave("finish")
     code, output = machine.run(template, "--run_name", "two words", "--max_steps=5", FAKE_GPUS="8 7")
     assert code == DONE, output
@@ -68,7 +68,7 @@ def test_what_every_node_is_given(template: str, machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("script", ["train.sbatch", "local_2node.sh"])
-def test_a_new_output_folder_is_its_owners_alone(script: str, machine: Machine) -> None:
+def test_launch_script_makes_output_folder_private(script: str, machine: Machine) -> None:
     new = machine.folder / "runs" / "new"
     _, output = machine.run(script, GRPO_OUTPUT_DIR=str(new), FAKE_GPUS="1 1", CUDA_VISIBLE_DEVICES="")
     assert new.stat().st_mode & 0o777 == 0o700, output
@@ -78,7 +78,7 @@ def test_a_new_output_folder_is_its_owners_alone(script: str, machine: Machine) 
     assert new.stat().st_mode & 0o777 == 0o750, "one that is there stays as it is"
 
 
-def test_one_job_of_an_array_is_requeued_alone(machine: Machine) -> None:
+def test_slurm_template_in_array_requeues_only_its_task(machine: Machine) -> None:
     """The array's number is that of one of its jobs, and stands for all."""
     machine.behave("heal")
     array = {"SLURM_ARRAY_JOB_ID": machine.env["SLURM_JOB_ID"], "SLURM_ARRAY_TASK_ID": "2"}
@@ -87,14 +87,14 @@ def test_one_job_of_an_array_is_requeued_alone(machine: Machine) -> None:
     assert "not expected" not in output
 
 
-def test_a_script_of_ones_own(machine: Machine) -> None:
+def test_slurm_template_passes_custom_script_and_arguments(machine: Machine) -> None:
     machine.behave("finish")
     code, output = machine.run("train.sbatch", "examples/gsm8k.py", "--config", "x.yaml")
     assert code == DONE, output
     assert machine.launched(1)["arguments"][-3:] == ["examples/gsm8k.py", "--config", "x.yaml"]
 
 
-def test_what_the_block_of_settings_says(machine: Machine) -> None:
+def test_slurm_template_passes_settings_from_environment(machine: Machine) -> None:
     machine.behave("finish")
     settings = {
         "GRPO_CONFIG_FILE": "configs/1node.yaml",
@@ -111,7 +111,7 @@ def test_what_the_block_of_settings_says(machine: Machine) -> None:
     assert not [line for line in machine.lines("srun_options") if line.startswith("--gpus")], "there are none"
 
 
-def test_a_command_line_that_cannot_be_read_is_not_tried_again(machine: Machine) -> None:
+def test_slurm_template_with_invalid_command_line_does_not_requeue(machine: Machine) -> None:
     machine.behave("finish")
     code, output = machine.run("train.sbatch", "no_such_script.py")
     log = machine.output_dir / "logs" / "train-node0.job-123456.attempt-0.log"
@@ -141,7 +141,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_how_attempts_end(case: str, machine: Machine) -> None:
+def test_slurm_template_requeues_until_done_or_crash_limit(case: str, machine: Machine) -> None:
     behaviours, expected_code, requeues, said = ENDS[case]
     machine.behave(*behaviours)
     for attempt in range(len(behaviours)):
@@ -153,7 +153,7 @@ def test_how_attempts_end(case: str, machine: Machine) -> None:
     assert all((machine.output_dir / f"launched.{attempt}.1.json").exists() for attempt in range(len(behaviours)))
 
 
-def test_the_signal_before_the_time_is_up(machine: Machine) -> None:
+def test_slurm_template_with_time_limit_signal_stops_and_requeues(machine: Machine) -> None:
     machine.behave("wait")
     job = machine.start("train.sbatch")
     machine.wait_for("launched.0.1.json")
@@ -165,7 +165,7 @@ def test_the_signal_before_the_time_is_up(machine: Machine) -> None:
     assert not list(machine.output_dir.glob("stop*")), "answered"
 
 
-def test_the_signal_to_a_job_that_goes_on_in_the_folder_of_another(machine: Machine) -> None:
+def test_slurm_template_with_signal_in_reused_folder_stops(machine: Machine) -> None:
     machine.behave("finish", "wait")
     assert machine.run("train.sbatch", SLURM_JOB_ID="123455")[0] == DONE
     job = machine.start("train.sbatch")
@@ -175,7 +175,7 @@ def test_the_signal_to_a_job_that_goes_on_in_the_folder_of_another(machine: Mach
     assert (job.returncode, "stopped after step 3 to go on later" in output) == (DONE, True), output
 
 
-def test_a_person_stops_the_job(machine: Machine) -> None:
+def test_slurm_template_with_stop_file_ends_without_requeue(machine: Machine) -> None:
     machine.behave("wait", "finish")
     job = machine.start("train.sbatch")
     machine.wait_for("launched.0.1.json")
@@ -190,7 +190,7 @@ def test_a_person_stops_the_job(machine: Machine) -> None:
     assert not (machine.output_dir / "stop").exists()
 
 
-def test_where_slurm_does_not_requeue_it_prints_the_command(machine: Machine) -> None:
+def test_slurm_template_with_refused_requeue_prints_sbatch_command(machine: Machine) -> None:
     machine.behave("vanish")
     code, output = machine.run("train.sbatch", FAKE_REFUSES="1")
     assert code == START_AGAIN

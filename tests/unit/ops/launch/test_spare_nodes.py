@@ -56,14 +56,14 @@ def silent(node: int) -> Entry:
         ({"state": "stopped", "why": ""}, set(), []),
     ],
 )
-def test_which_nodes_are_lost(
+def test_lost_nodes_combines_state_and_probe(
     state: Entry | None, unreachable: set[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lost_nodes, "probe", lambda nodes: unreachable)
     assert lost_nodes.lost_nodes(state, NODES, used=2, here="a") == expected
 
 
-def test_silent_nodes_are_those_of_the_record_that_misses_them(tmp_path: Path) -> None:
+def test_silent_nodes_reads_nodes_from_failure_record(tmp_path: Path) -> None:
     """As a sentinel makes it, and as rank 0 writes it."""
     place = NodePlace(node=12, rank=96, host="b.x", pid=7)
     for missed, nodes in ((place.is_silent(20), [12]), (place.is_gone(0, 20), [])):
@@ -76,7 +76,7 @@ def test_silent_nodes_are_those_of_the_record_that_misses_them(tmp_path: Path) -
     assert silent_nodes({"state": "running", "why": ""}) == []
 
 
-def test_a_probe_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_of_hanging_node_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "srun").write_text(
         '#!/bin/sh\ncase "$*" in *--nodelist=a*) exit 0 ;; *--nodelist=b*) exit 1 ;; *) exec /bin/sleep 60 ;; esac\n'
     )
@@ -135,7 +135,7 @@ def in_turn(*states: Entry | None, then: Callable[[], None] = lambda: None) -> C
     return state
 
 
-def test_an_srun_that_waits_for_a_lost_node_is_ended(srun: subprocess.Popen) -> None:
+def test_watch_with_lost_node_kills_srun(srun: subprocess.Popen) -> None:
     crashed = MACHINE
     states, find = asked([["b"]])
     assert watch(srun.pid, in_turn(None, None, None, crashed), find) == ["b"]
@@ -143,7 +143,7 @@ def test_an_srun_that_waits_for_a_lost_node_is_ended(srun: subprocess.Popen) -> 
     assert states == [crashed]
 
 
-def test_an_srun_whose_nodes_are_well_may_go_on(srun: subprocess.Popen) -> None:
+def test_watch_with_reachable_nodes_keeps_srun_and_looks_again_at_end(srun: subprocess.Popen) -> None:
     """It leaves node 0 the time to write, and nodes are looked for once more at its end."""
     calls = itertools.count()
 
@@ -168,7 +168,9 @@ def test_an_srun_whose_nodes_are_well_may_go_on(srun: subprocess.Popen) -> None:
         (failed(FailureKind.MEMORY), 0),
     ],
 )
-def test_an_srun_that_has_ended(ended: Entry | None, asks: int, srun: subprocess.Popen) -> None:
+def test_watch_of_ended_srun_looks_only_where_node_may_be_lost(
+    ended: Entry | None, asks: int, srun: subprocess.Popen
+) -> None:
     srun.kill()
     states, find = asked([["b"]])
     assert watch(srun.pid, lambda: ended, find) == (["b"] if asks else [])
@@ -181,7 +183,7 @@ def test_an_srun_that_has_ended(ended: Entry | None, asks: int, srun: subprocess
 
 
 @pytest.mark.parametrize("fault", ["lopsided", "vanish", "silent"])
-def test_a_lost_node_is_replaced_in_the_same_allocation(fault: str, machine: Machine) -> None:
+def test_spare_replaces_lost_node_in_same_allocation(fault: str, machine: Machine) -> None:
     """`silent` is one that Slurm still reaches."""
     machine.behave(fault, "finish")
     code, output = machine.run("train.sbatch", **ONE_SPARE, FAKE_LOST="" if fault == "silent" else "n1")
@@ -199,7 +201,7 @@ def test_a_lost_node_is_replaced_in_the_same_allocation(fault: str, machine: Mac
     assert not [*machine.output_dir.glob("lost_nodes.*")]
 
 
-def test_what_is_not_a_nodes_fault_uses_no_spare(machine: Machine) -> None:
+def test_spare_without_lost_node_stays_unused(machine: Machine) -> None:
     machine.behave("heal")
     code, output = machine.run("train.sbatch", **ONE_SPARE)
     assert (code, machine.lines("requeued")) == (DONE, ["requeue"]), output
@@ -211,7 +213,7 @@ def test_what_is_not_a_nodes_fault_uses_no_spare(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("node", "left"), [(1, "n0 n2"), (0, "n1 n2")])
-def test_a_host_that_two_attempts_blame_is_replaced(node: int, left: str, machine: Machine) -> None:
+def test_spare_replaces_host_blamed_by_two_attempts(node: int, left: str, machine: Machine) -> None:
     """Slurm reaches it all the while; the batch script may run on it, and goes on there."""
     machine.behave(f"broken {node}", f"broken {node}", "finish")
     code, output = machine.run("train.sbatch", **ONE_SPARE)
@@ -226,7 +228,7 @@ def test_a_host_that_two_attempts_blame_is_replaced(node: int, left: str, machin
     assert names == left.split()
 
 
-def test_different_hosts_that_attempts_blame_stay(machine: Machine) -> None:
+def test_spare_with_different_blamed_hosts_stays_unused(machine: Machine) -> None:
     machine.behave("broken 0", "broken 1")
     for restarts in ("0", "1"):
         code, output = machine.run("train.sbatch", **ONE_SPARE, SLURM_RESTART_COUNT=restarts)
@@ -234,7 +236,7 @@ def test_different_hosts_that_attempts_blame_stay(machine: Machine) -> None:
     assert machine.lines("requeued") == ["requeue"] * 2
 
 
-def test_without_a_spare_the_output_says_which_host_to_take_out(machine: Machine) -> None:
+def test_slurm_job_without_spare_names_faulty_host(machine: Machine) -> None:
     machine.behave("broken 1", "broken 1", "broken 1")
     for restarts, said, expected in (("0", False, DONE), ("1", True, DONE), ("2", True, FAILED)):
         code, output = machine.run("train.sbatch", SLURM_RESTART_COUNT=restarts)
@@ -242,20 +244,20 @@ def test_without_a_spare_the_output_says_which_host_to_take_out(machine: Machine
     assert machine.lines("requeued") == ["requeue"] * 2
 
 
-def test_an_end_that_no_node_can_mend(machine: Machine) -> None:
+def test_spare_after_hopeless_failure_probes_nothing(machine: Machine) -> None:
     machine.behave("hopeless")
     code, output = machine.run("train.sbatch", **ONE_SPARE, FAKE_LOST="n1")
     assert (code, machine.lines("probed"), machine.lines("requeued")) == (FAILED, [], []), output
 
 
-def test_without_a_spare_that_is_left_the_job_is_requeued(machine: Machine) -> None:
+def test_slurm_job_with_spare_lost_too_is_requeued(machine: Machine) -> None:
     machine.behave("vanish")
     code, output = machine.run("train.sbatch", **ONE_SPARE, FAKE_LOST="n1 n2")
     assert (code, machine.lines("requeued")) == (DONE, ["requeue"]), output
     assert "crash 1 of 3" in output
 
 
-def test_crashes_count_on_through_replacements_and_requeues(machine: Machine) -> None:
+def test_crash_count_continues_through_replacements_and_requeues(machine: Machine) -> None:
     machine.behave("vanish", "vanish", "vanish")
     code, output = machine.run("train.sbatch", **ONE_SPARE, FAKE_LOST="n1")
     assert (code, machine.lines("requeued")) == (DONE, ["requeue"]), output
@@ -266,6 +268,6 @@ def test_crashes_count_on_through_replacements_and_requeues(machine: Machine) ->
 
 
 @pytest.mark.parametrize("spares", ["3", "-1"])
-def test_a_number_of_spares_that_leaves_no_node(spares: str, machine: Machine) -> None:
+def test_spare_count_without_remaining_node_is_refused(spares: str, machine: Machine) -> None:
     code, output = machine.run("train.sbatch", **{**ONE_SPARE, "GRPO_SPARE_NODES": spares})
     assert (code, f"GRPO_SPARE_NODES is {spares}, but the job has 3 nodes" in output) == (2, True), output

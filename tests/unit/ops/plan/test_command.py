@@ -10,7 +10,7 @@ from tests.support.launching import ROOT
 from tests.support.planned_cluster import Cluster, lines_of
 
 
-def test_one_node(cluster: Cluster) -> None:
+def test_plan_of_one_node_matches_hand_calculation(cluster: Cluster) -> None:
     plan = cluster.read("--config_file", ROOT / "configs" / "1node.yaml", "--config", cluster.training())
     (node,) = plan["nodes"]
     assert (node["reserved_devices"], node["engines"]) == (["7"], [["7"]])
@@ -33,7 +33,7 @@ def test_one_node(cluster: Cluster) -> None:
     assert not plan["warnings"]
 
 
-def test_four_nodes_with_an_engine_of_two_gpus(cluster: Cluster) -> None:
+def test_plan_of_four_nodes_with_tp2_engines_matches_hand_calculation(cluster: Cluster) -> None:
     flags = ["--config", cluster.training(), "--", "--vllm_tensor_parallel_size", "2"]
     plan = cluster.read("--config_file", ROOT / "configs" / "4node_tp2.yaml", *flags)
     assert [node["engines"] for node in plan["nodes"]] == [[["6", "7"]]] * 4
@@ -46,7 +46,7 @@ def test_four_nodes_with_an_engine_of_two_gpus(cluster: Cluster) -> None:
     assert engine["sequences_at_once"] == left // (1536 * 2 * 32 * 4 * 128 * 2)
 
 
-def test_nodes_that_differ(cluster: Cluster) -> None:
+def test_plan_with_uneven_gpus_balances_engines(cluster: Cluster) -> None:
     file = cluster.accelerate(4, 24)
     plan = cluster.read("--config_file", file, "--gpus-per-node", "8,8,7,8", "--config", cluster.training())
     assert [len(node["reserved_devices"]) for node in plan["nodes"]] == [2, 2, 1, 2]
@@ -63,7 +63,7 @@ def test_nodes_that_differ(cluster: Cluster) -> None:
     assert "node 0, 1, 3 (3 of 4)" in out
 
 
-def test_nodes_with_different_numbers_of_ranks(cluster: Cluster) -> None:
+def test_plan_with_uneven_ranks_per_node_matches_hand_calculation(cluster: Cluster) -> None:
     """7 + 7 + 6 + 7 ranks x 8 x 4 accumulated are 864 completions; four engines sample 216 each."""
     words = ["--config_file", cluster.accelerate(4, 28), "--gpus-per-node", "8,8,7,8", "--config", cluster.training()]
     broken = cluster.read(*words)
@@ -90,21 +90,21 @@ def test_nodes_with_different_numbers_of_ranks(cluster: Cluster) -> None:
         assert any("num_machines is 4: give one number" in error for error in cluster.read(*words, *wrong)["errors"])
 
 
-def test_a_batch_that_does_not_divide_by_all_ranks_is_refused_with_what_does(cluster: Cluster) -> None:
+def test_plan_with_uneven_ranks_and_indivisible_batch_suggests_size(cluster: Cluster) -> None:
     words = ["--config_file", cluster.accelerate(2, 14), "--ranks-per-node", "7,6", "--gpus-per-node", "8,7"]
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     (error,) = cluster.read(*words, "--config", cluster.training(**settings))["errors"]
     assert "set per_device_train_batch_size to 8" in error
 
 
-def test_the_demo_in_the_dtype_of_its_configuration(cluster: Cluster) -> None:
+def test_plan_of_demo_with_dtype_auto_estimates_states(cluster: Cluster) -> None:
     """Its model is made when it starts: nothing can be asked by its name."""
     plan = cluster.read("--num_processes", "1", "--gpus-per-node", "2", "--", "--dtype", "auto", "--bf16", "False")
     assert lines_of(plan["estimates"]["training"])["states"] > 0
     assert not plan.get("errors")
 
 
-def test_sixty_four_nodes(cluster: Cluster) -> None:
+def test_plan_of_64_nodes_matches_hand_calculation(cluster: Cluster) -> None:
     plan = cluster.read(
         "--config_file", cluster.accelerate(64, 448), "--config", cluster.training(per_device_train_batch_size=9)
     )
@@ -126,21 +126,21 @@ def test_sixty_four_nodes(cluster: Cluster) -> None:
     assert len(out.splitlines()) < 100  # one picture, not 64
 
 
-def test_processes_that_do_not_divide(cluster: Cluster) -> None:
+def test_plan_with_indivisible_num_processes_suggests_numbers(cluster: Cluster) -> None:
     code, out = cluster.plan("--config_file", cluster.accelerate(4, 30), "--config", cluster.training())
     assert code == 1
     assert "[GRPO-104]" in out
     assert "write num_processes: 28 or 32" in out
 
 
-def test_a_rank_on_every_gpu(cluster: Cluster) -> None:
+def test_plan_with_rank_on_every_gpu_fails(cluster: Cluster) -> None:
     code, out = cluster.plan("--config_file", cluster.accelerate(4, 32), "--config", cluster.training())
     assert code == 1
     assert "[GRPO-103]" in out
     assert "write num_processes: 28" in out
 
 
-def test_heads_that_do_not_divide(cluster: Cluster) -> None:
+def test_plan_with_indivisible_attention_heads_fails(cluster: Cluster) -> None:
     training = cluster.training(vllm_tensor_parallel_size=3)
     code, out = cluster.plan("--config_file", cluster.accelerate(1, 5), "--config", training)
     assert code == 1
@@ -148,7 +148,7 @@ def test_heads_that_do_not_divide(cluster: Cluster) -> None:
     assert "the 32 attention heads" in out
 
 
-def test_reference_and_reward_models(cluster: Cluster) -> None:
+def test_plan_with_reference_and_reward_model_counts_their_shards(cluster: Cluster) -> None:
     training = cluster.training(beta=0.04, reward_model_name_or_path=str(cluster.folder / "model"))
     plan = cluster.read("--config_file", ROOT / "configs" / "1node.yaml", "--config", training)
     memory = lines_of(plan["estimates"]["training"])
@@ -157,7 +157,7 @@ def test_reference_and_reward_models(cluster: Cluster) -> None:
     assert memory["reward"] == -(-scorer // 7) * 2
 
 
-def test_without_gpus(cluster: Cluster) -> None:
+def test_plan_without_gpus_places_ranks_on_cpu(cluster: Cluster) -> None:
     plan = cluster.read("--config_file", ROOT / "configs" / "cpu.yaml")
     (node,) = plan["nodes"]
     assert (node["devices"], node["engines"], node["local_world_size"]) == ([], [[]], 2)
@@ -168,7 +168,7 @@ def test_without_gpus(cluster: Cluster) -> None:
     assert "1 node without GPUs: 2 ranks, 1 engine on each" in out
 
 
-def test_a_model_that_cannot_be_reached(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_of_unreachable_model_reports_unknown_memory(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     training = cluster.training(model_name_or_path="nobody/no-such-model")
     code, out = cluster.plan("--config_file", ROOT / "configs" / "4node.yaml", "--config", training, "--verbose")
@@ -184,13 +184,13 @@ def test_a_model_that_cannot_be_reached(cluster: Cluster, monkeypatch: pytest.Mo
     "words",
     [["--gpu-memory", "80"], ["--gpu", "h999"], ["--gpus-per-node", "8,x"], ["--gpu-tbps", "-1"], ["--gpu-tbps", "x"]],
 )
-def test_a_command_line_that_cannot_be_read_is_exit_code_2(cluster: Cluster, words: list[str]) -> None:
+def test_plan_with_invalid_option_value_exits_2(cluster: Cluster, words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cluster.plan("--num_processes", "7", *words)
     assert caught.value.code == 2
 
 
-def test_the_command_line_is_light() -> None:
+def test_plan_command_import_is_fast_and_loads_no_engine() -> None:
     code = (
         "import sys, torch, time; begun = time.perf_counter(); import grpo.ops.plan.command; "
         "print(time.perf_counter() - begun, 'vllm' in sys.modules, 'deepspeed' in sys.modules, 'trl' in sys.modules)"
@@ -202,7 +202,7 @@ def test_the_command_line_is_light() -> None:
 
 
 @pytest.mark.parametrize("word", ["--gpu-memry=40GiB", "--gpu-mem"])
-def test_an_option_that_does_not_exist_is_not_guessed(
+def test_plan_with_unknown_option_exits_2_and_suggests_name(
     word: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:

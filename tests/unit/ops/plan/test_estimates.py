@@ -23,7 +23,7 @@ from tests.support.tiny_models import FAMILIES, tiny_config
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_are_counted_by_identity(family: str) -> None:
+def test_shape_of_counts_shared_parameters_once(family: str) -> None:
     config = tiny_config(family)
     model = AutoModelForCausalLM.from_config(config)
     unique = {id(parameter): parameter.numel() for parameter in model.parameters()}
@@ -41,7 +41,7 @@ def test_parameters_are_counted_by_identity(family: str) -> None:
     assert shape.num_layers == config.num_hidden_layers
 
 
-def test_fused_experts_count_whole() -> None:
+def test_shape_of_fused_experts_counts_all_and_routed_share() -> None:
     shape = shape_of(tiny_config("qwen3-moe"), "moe")
     assert shape.trained.largest == 512 * 128  # the embedding, as large as all experts' gate and up: 4 x 2 x 64 x 128
     (layer,) = shape.layers
@@ -55,7 +55,7 @@ def test_fused_experts_count_whole() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_activations_are_what_autograd_keeps(family: str, dtype: torch.dtype) -> None:
+def test_saved_bytes_per_token_matches_autograd(family: str, dtype: torch.dtype) -> None:
     sequences, tokens = 2, 128
     few, many = tiny_config(family), tiny_config(family)
     many.num_hidden_layers = 2 * few.num_hidden_layers
@@ -68,7 +68,7 @@ def test_activations_are_what_autograd_keeps(family: str, dtype: torch.dtype) ->
     assert estimate * sequences * tokens == pytest.approx(difference, rel=0.12)
 
 
-def test_checkpointing_keeps_the_inputs_of_all_layers_and_one_layer() -> None:
+def test_activation_lines_with_checkpointing_match_hand_calculation() -> None:
     shape = shape_of(tiny_config("llama-untied"), "llama")
     (layer,) = shape.layers
     batch = micro_batch(3, 100)
@@ -84,7 +84,7 @@ def test_checkpointing_keeps_the_inputs_of_all_layers_and_one_layer() -> None:
     assert [line.key for line in lines if not line.counted] == ["activations"]
 
 
-def test_logits_are_tiles_and_the_gradient_of_the_head() -> None:
+def test_head_lines_match_hand_calculation() -> None:
     shape = shape_of(tiny_config("llama-untied"), "llama")
     gradient, logits = head_lines(shape, micro_batch(8, 1024))
     # tokens: bf16 hidden states, their float32 gradient and its bf16 copy; the head's gradient in float32
@@ -95,7 +95,7 @@ def test_logits_are_tiles_and_the_gradient_of_the_head() -> None:
     assert gradient.num_bytes == 512 * 128 * 4
 
 
-def test_head_and_layers_are_not_held_together() -> None:
+def test_worst_moment_counts_larger_of_head_and_layers() -> None:
     def line(key: str, num_bytes: int) -> BudgetLine:
         return BudgetLine(key, "", "forward and backward", num_bytes, "")
 
@@ -105,7 +105,7 @@ def test_head_and_layers_are_not_held_together() -> None:
         assert {each.key for each in lines if each.counted} == counted
 
 
-def test_local_main_and_other_ranks_are_distinguished() -> None:
+def test_make_budget_separates_local_main_from_other_ranks() -> None:
     def line(num_bytes: int, phase: Phase, holder: Holder = "every rank") -> BudgetLine:
         return BudgetLine("", "", phase, num_bytes, "", holder=holder)
 
@@ -132,7 +132,7 @@ def test_local_main_and_other_ranks_are_distinguished() -> None:
         ({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, 2, 0),
     ],
 )
-def test_states_of_each_stage(zero: dict[str, Any], dtype_bytes: int, per_parameter: float) -> None:
+def test_states_of_matches_zero_stage(zero: dict[str, Any], dtype_bytes: int, per_parameter: float) -> None:
     shape = shape_of(tiny_config("qwen3-tied"), "qwen3")
     states = states_of(shape, read_sharding(zero, hidden_size=128, world_size=4, dtype_bytes=dtype_bytes))
     assert states.device_bytes == pytest.approx(per_parameter * shape.num_parameters, rel=1e-3)
@@ -142,7 +142,7 @@ def test_states_of_each_stage(zero: dict[str, Any], dtype_bytes: int, per_parame
     ("stage", "dtype_bytes", "per_parameter"),
     [(1, 2, 6 / 4 - 2 * 3 / 4), (2, 2, 6 / 4), (2, 4, 4 / 4), (3, 2, 6 / 4), (0, 2, 0)],
 )
-def test_the_optimizers_step_holds_gradients_twice(stage: int, dtype_bytes: int, per_parameter: float) -> None:
+def test_step_lines_match_zero_stage(stage: int, dtype_bytes: int, per_parameter: float) -> None:
     """Flat and in float32 beside what they are made from; under ZeRO-1 the other ranks' three quarters are freed."""
     shape = shape_of(tiny_config("qwen3-tied"), "qwen3")
     sharding = read_sharding({"stage": stage}, hidden_size=128, world_size=4, dtype_bytes=dtype_bytes)
@@ -151,13 +151,13 @@ def test_the_optimizers_step_holds_gradients_twice(stage: int, dtype_bytes: int,
 
 
 @pytest.mark.parametrize(("loaded_bytes", "world_size", "each"), [(4, 1, 16), (4, 2, 20), (2, 1, 8), (2, 8, 10)])
-def test_ddp_keeps_the_dtype_and_has_buckets(loaded_bytes: int, world_size: int, each: int) -> None:
+def test_states_of_ddp_match_loaded_dtype_and_buckets(loaded_bytes: int, world_size: int, each: int) -> None:
     shape = shape_of(tiny_config("qwen3-tied"), "qwen3")
     sharding = Sharding(stage=0, world_size=world_size, dtype_bytes=2, loaded_bytes=loaded_bytes)
     assert states_of(shape, sharding).device_bytes == each * shape.num_parameters
 
 
-def test_auto_is_filled_from_the_hidden_size() -> None:
+def test_read_sharding_fills_auto_from_hidden_size() -> None:
     zero = {
         "stage": 3,
         "reduce_bucket_size": "auto",
@@ -183,7 +183,7 @@ def sequences_of(shape: ModelShape, size: int, tokens: int, **kwargs: Any) -> in
     ).sequences_at_once
 
 
-def test_sequences_at_once_are_vllms_own_default() -> None:
+def test_default_max_num_seqs_matches_vllm() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -194,7 +194,7 @@ def test_sequences_at_once_are_vllms_own_default() -> None:
     assert default_max_num_seqs(79 * GIB, 1, is_a100=True) == 256
 
 
-def test_kv_cache_of_blocks_heads_and_windows() -> None:
+def test_engine_memory_counts_kv_blocks_heads_and_windows() -> None:
     llama = shape_of(tiny_config("llama-untied"), "llama")  # 2 layers, 2 key-value heads of 32
     assert sequences_of(llama, 1, 100) == 2**20 // (112 * 2 * 2 * 2 * 32 * 2)  # 100 tokens take 7 blocks of 16
     assert sequences_of(llama, 2, 100) == 2**20 // (112 * 2 * 2 * 1 * 32 * 2)
@@ -205,7 +205,7 @@ def test_kv_cache_of_blocks_heads_and_windows() -> None:
     assert sequences_of(shape_of(config, "gemma2"), 1, 96) == 2**20 // ((32 + 96) * 2 * 2 * 32 * 2)
 
 
-def test_batch_of_several_steps_per_generation() -> None:
+def test_plan_batch_of_multi_step_generation_matches_hand_calculation() -> None:
     class Settings:
         num_generations, per_device_train_batch_size, gradient_accumulation_steps = 4, 6, 2
         generation_batch_size, steps_per_generation, num_iterations = 2 * 6 * 4, 4, 3
@@ -233,10 +233,10 @@ def test_batch_of_several_steps_per_generation() -> None:
     ("num_bytes", "text"),
     [(512, "512 B"), (671_088, "655 KiB"), (1.5 * GIB, "1.50 GiB"), (18.44 * GIB, "18.4 GiB"), (131 * GIB, "131 GiB")],
 )
-def test_sizes_have_three_digits(num_bytes: float, text: str) -> None:
+def test_readable_size_has_three_digits(num_bytes: float, text: str) -> None:
     assert readable(num_bytes) == text
 
 
-def test_a_model_without_attention_is_refused() -> None:
+def test_shape_of_model_without_attention_raises() -> None:
     with pytest.raises(ValueError, match="m is a mamba without attention heads"):
         shape_of(AutoConfig.for_model("mamba"), "m")

@@ -17,7 +17,7 @@ def plan(cluster: Cluster, zero: int, *words: str, **settings: Any) -> dict[str,
 
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize(("double", "each"), [(False, 0.5 + 4 / 64), (True, 0.5 + 1 / 64 + 4 / (64 * 256))])
-def test_the_base_takes_half_a_byte_and_its_scales(cluster: Cluster, zero: int, double: bool, each: float) -> None:
+def test_four_bit_base_counts_half_byte_and_scales(cluster: Cluster, zero: int, double: bool, each: float) -> None:
     found = plan(cluster, zero, use_bnb_nested_quant=double)
     assert found["errors"] == []
     memory = lines_of(found["estimates"]["training"])
@@ -26,7 +26,7 @@ def test_the_base_takes_half_a_byte_and_its_scales(cluster: Cluster, zero: int, 
     assert memory["dequantised"] == memory["sync_dequantised"] == 2 * HIDDEN * MLP
 
 
-def test_the_engines_get_all_of_it_once(cluster: Cluster) -> None:
+def test_four_bit_base_syncs_as_unquantised_base(cluster: Cluster) -> None:
     found = plan(cluster, 2)["estimates"]
     without = plan(cluster, 2, load_in_4bit=False)["estimates"]
     for name in ("first_sync", "sync", "engine"):
@@ -34,7 +34,7 @@ def test_the_engines_get_all_of_it_once(cluster: Cluster) -> None:
     assert found["first_sync"]["engine_bytes"] > 2 * BASE
 
 
-def test_without_deepspeed_the_rest_stays_as_it_is_loaded(cluster: Cluster) -> None:
+def test_four_bit_base_without_deepspeed_keeps_rest_in_float32(cluster: Cluster) -> None:
     training = cluster.training(QWEN_7B, **LORA, bf16=True)
     found = cluster.read("--num_processes", "1", "--gpus-per-node", "2", "--config", training)
     assert found["errors"] == []
@@ -42,7 +42,7 @@ def test_without_deepspeed_the_rest_stays_as_it_is_loaded(cluster: Cluster) -> N
     assert memory["base"] == pytest.approx(0.5625 * LINEAR + 4 * (BASE - LINEAR), rel=1e-6)
 
 
-def test_it_is_read_from_the_file_too(cluster: Cluster) -> None:
+def test_four_bit_quantization_config_matches_load_in_4bit(cluster: Cluster) -> None:
     inside = {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
     found = plan(cluster, 2, load_in_4bit=False, model_init_kwargs=inside)
     assert found["errors"] == []
@@ -51,14 +51,14 @@ def test_it_is_read_from_the_file_too(cluster: Cluster) -> None:
     assert "give one of the two" in error
 
 
-def test_what_would_be_merged_is_refused(cluster: Cluster) -> None:
+def test_four_bit_base_with_dora_or_zero3_is_refused(cluster: Cluster) -> None:
     (error,) = plan(cluster, 2, use_dora=True)["errors"]
     assert "vLLM has no DoRA [GRPO-218]" in error
     (error,) = plan(cluster, 3)["errors"]
     assert "set zero_stage to 2" in error
 
 
-def test_a_checkpoint_that_is_quantised_is_refused(cluster: Cluster) -> None:
+def test_quantised_checkpoint_is_refused(cluster: Cluster) -> None:
     own = {**QWEN_7B, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     errors = cluster.read("--num_processes", "1", "--gpus-per-node", "2", "--config", cluster.training(own))["errors"]
     assert any("by 'gptq' [GRPO-217]" in error for error in errors)

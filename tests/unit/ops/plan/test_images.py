@@ -48,7 +48,7 @@ def plan(cluster: Cluster, model: dict[str, Any], *words: str, **settings: Any) 
     )
 
 
-def test_towers_are_in_the_engines_and_trained(cluster: Cluster) -> None:
+def test_vision_towers_with_images_count_in_engines_and_training(cluster: Cluster) -> None:
     text, images = plan(cluster, LLAVA), plan(cluster, LLAVA, "--images", "2")
     assert images["errors"] == []
     towers = images["model"]["tower_parameters"]
@@ -63,7 +63,7 @@ def test_towers_are_in_the_engines_and_trained(cluster: Cluster) -> None:
     assert "stay frozen, in no engine" in text["trains"]
 
 
-def test_pixels_and_what_the_tower_keeps(cluster: Cluster) -> None:
+def test_pixels_and_tower_activations_match_hand_calculation(cluster: Cluster) -> None:
     with_checkpointing = lines_of(plan(cluster, LLAVA, "--images", "2")["estimates"]["training"])
     assert with_checkpointing["pixels"] == 2 * ROWS * 336 * 336 * 3 * 4
     patches = 2 * MICRO_BATCH * 24 * 24
@@ -74,7 +74,7 @@ def test_pixels_and_what_the_tower_keeps(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"freeze_towers": True}, {"use_peft": True, "lora_target_modules": "all-linear"}])
-def test_a_frozen_tower_keeps_nothing(settings: dict[str, Any], cluster: Cluster) -> None:
+def test_frozen_tower_keeps_no_activations(settings: dict[str, Any], cluster: Cluster) -> None:
     found = plan(cluster, LLAVA, "--images", "1", **settings)
     lines = lines_of(found["estimates"]["training"])
     assert lines["pixels"]
@@ -83,7 +83,7 @@ def test_a_frozen_tower_keeps_nothing(settings: dict[str, Any], cluster: Cluster
     assert found["estimates"]["engine"]["encoder_cache_bytes"]
 
 
-def test_images_of_any_size(cluster: Cluster) -> None:
+def test_image_size_option_sets_pixels_and_tower_activations(cluster: Cluster) -> None:
     assumed = plan(cluster, QWEN_VL, "--images", "1")
     assert any("images of 1024 x 1024 pixels (--image-size)" in each for each in assumed["assumptions"])
     found = plan(cluster, QWEN_VL, "--images", "1", "--image-size", "640x480")
@@ -94,12 +94,12 @@ def test_images_of_any_size(cluster: Cluster) -> None:
     assert lines["tower_activations"] == MICRO_BATCH * 40 * 30 * (24 * 1024 * 2 + layer)
 
 
-def test_a_model_of_text_takes_none(cluster: Cluster) -> None:
+def test_images_with_text_model_are_refused(cluster: Cluster) -> None:
     (error,) = plan(cluster, LLAMA_8B, "--images", "1")["errors"]
     assert error == "--images 1, but a llama takes text alone"
 
 
-def test_a_size_is_two_numbers(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_image_size_of_one_number_is_refused(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cluster.plan("--model", "a", "--images", "1", "--image-size", "640")
     assert "write it as 1024x768" in capsys.readouterr().err

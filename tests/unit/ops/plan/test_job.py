@@ -9,7 +9,7 @@ from tests.support.launching import ROOT
 from tests.support.planned_cluster import TRAINING, Cluster, lines_of
 
 
-def test_groups_that_do_not_divide(cluster: Cluster) -> None:
+def test_plan_with_indivisible_groups_suggests_working_numbers(cluster: Cluster) -> None:
     # 7 ranks x 5 x 1 = 35 completions; a group of 8 needs a multiple of 8 on each rank, or 35 in groups of 5 or 7
     training = cluster.training(per_device_train_batch_size=5, gradient_accumulation_steps=1)
     code, out = cluster.plan("--config_file", ROOT / "configs" / "1node.yaml", "--config", training, "--verbose")
@@ -22,7 +22,7 @@ def test_groups_that_do_not_divide(cluster: Cluster) -> None:
         assert cluster.plan("--config_file", ROOT / "configs" / "1node.yaml", "--config", fixed)[0] == 0
 
 
-def test_without_a_training_file_it_is_the_demo(cluster: Cluster) -> None:
+def test_plan_without_training_file_takes_demo(cluster: Cluster) -> None:
     plan = cluster.read("--config_file", ROOT / "configs" / "4node.yaml")
     assert plan["batch"]["generation_completions"] == 28 * 8
     assert plan["model"]["num_parameters"] == 599_104
@@ -31,7 +31,7 @@ def test_without_a_training_file_it_is_the_demo(cluster: Cluster) -> None:
     assert any("the demo" in line for line in plan["assumptions"])
 
 
-def test_torchrun_without_deepspeed_is_ddp(cluster: Cluster) -> None:
+def test_plan_of_torchrun_without_deepspeed_assumes_ddp(cluster: Cluster) -> None:
     plan = cluster.read("--num_processes", "7", "--config", cluster.training())
     assert lines_of(plan["estimates"]["training"])["states"] == 20 * 8_030_261_248
     assert any("under plain DDP" in error for error in plan["errors"])
@@ -40,7 +40,7 @@ def test_torchrun_without_deepspeed_is_ddp(cluster: Cluster) -> None:
     assert lines_of(sharded["estimates"]["training"])["states"] == pytest.approx(16 * 8_030_261_248 / 7, rel=1e-6)
 
 
-def test_flags_go_before_the_file(cluster: Cluster) -> None:
+def test_plan_flags_override_files(cluster: Cluster) -> None:
     words = ["--config_file", ROOT / "configs" / "4node.yaml", "--num_machines", "2", "--num_processes", "14"]
     plan = cluster.read(*words, "--", "--num_generations", "4")
     assert (len(plan["nodes"]), plan["batch"]["num_generations"]) == (2, 4)
@@ -62,13 +62,13 @@ def test_flags_go_before_the_file(cluster: Cluster) -> None:
         (["--num_processes", "7", "--", "--deepspeed", "no.json"], "no.json"),
     ],
 )
-def test_what_cannot_be_planned_says_why(cluster: Cluster, words: list[str], message: str) -> None:
+def test_plan_of_unplannable_command_names_reason(cluster: Cluster, words: list[str], message: str) -> None:
     code, out = cluster.plan(*words)
     assert code == 1
     assert message in out
 
 
-def test_planning_leaves_the_process_as_it_was(cluster: Cluster) -> None:
+def test_plan_leaves_no_deepspeed_or_distributed_state(cluster: Cluster) -> None:
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     cluster.plan("--num_processes", "7", "--", "--deepspeed", str(ROOT / "configs" / "zero3.json"))
@@ -88,14 +88,16 @@ def test_planning_leaves_the_process_as_it_was(cluster: Cluster) -> None:
         ({"deepspeed_config": {"deepspeed_config_file": "no.json"}}, "DeepSpeed configuration no.json cannot be read"),
     ],
 )
-def test_an_accelerate_file_that_cannot_be_planned(cluster: Cluster, settings: dict[str, Any], message: str) -> None:
+def test_plan_of_unsupported_accelerate_file_names_reason(
+    cluster: Cluster, settings: dict[str, Any], message: str
+) -> None:
     settings = {"num_machines": 1, "num_processes": 7} | settings
     code, out = cluster.plan("--config_file", cluster.accelerate(**settings), "--config", cluster.training())
     assert code == 1
     assert message in out
 
 
-def test_what_is_not_reported_is_assumed_aloud(cluster: Cluster) -> None:
+def test_plan_with_missing_inputs_lists_assumptions(cluster: Cluster) -> None:
     """GPUs of a node and their kind, the prompt's length, another optimizer; and what is given is not."""
     training = cluster.training(vllm_max_model_length=None, vllm_reserved_gpus=2, optim="sgd")
     words = ["--num_processes", "6", "--config", training]
@@ -112,7 +114,7 @@ def test_what_is_not_reported_is_assumed_aloud(cluster: Cluster) -> None:
     ("file", "reserved", "fix"),
     [("1node.yaml", 2, "write num_processes: 6"), ("4node.yaml", 3, "write num_processes: 20")],
 )
-def test_gpus_are_not_invented(cluster: Cluster, file: str, reserved: int, fix: str) -> None:
+def test_plan_without_gpu_count_assumes_8_per_node(cluster: Cluster, file: str, reserved: int, fix: str) -> None:
     """A node has 8 until somebody says otherwise, whatever ranks and inference GPUs add up to."""
     words = ["--config_file", ROOT / "configs" / file, "--config", cluster.training(vllm_reserved_gpus=reserved)]
     plan = cluster.read(*words)
@@ -123,7 +125,7 @@ def test_gpus_are_not_invented(cluster: Cluster, file: str, reserved: int, fix: 
     assert cluster.read(*words, "--gpus-per-node", str(7 + reserved))["errors"] == []
 
 
-def test_the_training_file_may_ask_for_cpus(cluster: Cluster) -> None:
+def test_plan_with_use_cpu_places_no_devices(cluster: Cluster) -> None:
     plan = cluster.read("--num_processes", "2", "--", "--use_cpu", "--bf16", "False")
     assert plan["nodes"][0]["devices"] == []
 
@@ -138,7 +140,9 @@ def test_the_training_file_may_ask_for_cpus(cluster: Cluster) -> None:
         ),
     ],
 )
-def test_other_batches_that_do_not_divide(cluster: Cluster, settings: dict[str, Any], advice: str) -> None:
+def test_plan_with_indivisible_generation_or_eval_batch_suggests_size(
+    cluster: Cluster, settings: dict[str, Any], advice: str
+) -> None:
     code, out = cluster.plan("--config_file", ROOT / "configs" / "1node.yaml", "--config", cluster.training(**settings))
     assert code == 1
     assert advice in out

@@ -32,7 +32,7 @@ def plan(cluster: Cluster, *words: str, **settings: Any) -> dict[str, Any]:
     return cluster.read("--config_file", ONE_NODE, "--config", training, *words)
 
 
-def test_only_adapters_have_states_of_an_optimizer(cluster: Cluster) -> None:
+def test_lora_plan_counts_optimizer_states_of_adapters_only(cluster: Cluster) -> None:
     assert LAYERS * 16 * SIDES == ADAPTERS
     found = plan(cluster, beta=0.04)
     assert found["model"]["num_parameters"] == found["model"]["frozen"]["elements"] == BASE
@@ -61,7 +61,7 @@ def test_only_adapters_have_states_of_an_optimizer(cluster: Cluster) -> None:
     assert "reference" not in memory, "it is the base"
 
 
-def test_adapters_travel_alone_after_the_first_sync(cluster: Cluster) -> None:
+def test_lora_weight_sync_after_first_sends_adapters_only(cluster: Cluster) -> None:
     found = plan(cluster)["estimates"]
     assert found["sync"]["gathered_bytes_per_node"] == found["sync"]["engine_bytes"] == 80_740_352
     assert found["first_sync"]["engine_bytes"] == 2 * BASE + 80_740_352
@@ -73,12 +73,12 @@ def test_adapters_travel_alone_after_the_first_sync(cluster: Cluster) -> None:
     assert full["engine"]["adapters_bytes"] == 0
 
 
-def test_a_slot_has_a_rank_that_vllm_takes(cluster: Cluster) -> None:
+def test_lora_slot_rounds_rank_up_to_vllm_rank(cluster: Cluster) -> None:
     engine = plan(cluster, lora_r=20)["estimates"]["engine"]
     assert engine["adapters_bytes"] == 2 * LAYERS * SIDES * (32 + 20)
 
 
-def test_the_page_says_how_adapters_travel(cluster: Cluster) -> None:
+def test_lora_plan_verbose_prints_sync_of_adapters(cluster: Cluster) -> None:
     _, out = cluster.plan("--config_file", ONE_NODE, "--config", cluster.training(QWEN_7B, **LORA), "--verbose")
     assert "LoRA of rank 16 on down_proj, gate_proj, " in out
     assert "the engines get the base once, then adapters alone. 40,370,176 parameters are trained." in out
@@ -87,7 +87,7 @@ def test_the_page_says_how_adapters_travel(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "element"), [("float32", 4), ("bfloat16", 2)])
-def test_without_deepspeed_the_base_stays_as_it_is_loaded(cluster: Cluster, dtype: str, element: int) -> None:
+def test_lora_without_deepspeed_keeps_base_in_loaded_dtype(cluster: Cluster, dtype: str, element: int) -> None:
     training = cluster.training(QWEN_7B, **LORA, dtype=dtype, bf16=True)
     found = cluster.read("--num_processes", "1", "--gpus-per-node", "2", "--config", training)
     memory = lines_of(found["estimates"]["training"])
@@ -103,7 +103,9 @@ def test_without_deepspeed_the_base_stays_as_it_is_loaded(cluster: Cluster, dtyp
         ({"zero_stage": 3, "offload_param_device": "cpu"}, 14 / 4, 0, 2 * (BASE + ADAPTERS)),
     ],
 )
-def test_other_stages(cluster: Cluster, zero: dict[str, Any], states: float, base: float, on_host: int) -> None:
+def test_lora_memory_matches_zero_stage(
+    cluster: Cluster, zero: dict[str, Any], states: float, base: float, on_host: int
+) -> None:
     file = cluster.accelerate(1, 4, deepspeed_config=zero)
     found = cluster.read("--config_file", file, "--config", cluster.training(QWEN_7B, **LORA))["estimates"]
     memory = lines_of(found["training"])
@@ -112,7 +114,7 @@ def test_other_stages(cluster: Cluster, zero: dict[str, Any], states: float, bas
     assert memory.get("offload", 0) == pytest.approx(on_host / 4, rel=1e-4)
 
 
-def test_what_vllm_cannot_hold_is_merged(cluster: Cluster) -> None:
+def test_lora_with_dora_is_merged_for_sync(cluster: Cluster) -> None:
     file = cluster.accelerate(1, 7, deepspeed_config={"zero_stage": 2})
     training = cluster.training(QWEN_7B, **LORA, use_dora=True)
     found = cluster.read("--config_file", file, "--config", training)
@@ -126,7 +128,7 @@ def test_what_vllm_cannot_hold_is_merged(cluster: Cluster) -> None:
     assert found["estimates"]["sync"]["engine_bytes"] == 2 * (BASE - behind)
 
 
-def test_dora_needs_another_way_to_share_than_zero3(cluster: Cluster) -> None:
+def test_lora_with_dora_and_zero3_is_refused(cluster: Cluster) -> None:
     (error,) = plan(cluster, use_dora=True)["errors"]
     assert error.startswith("use_dora with ZeRO-3")
     training = cluster.training(QWEN_7B, **LORA, use_dora=True, deepspeed=str(ROOT / "configs" / "zero3.json"))
@@ -134,17 +136,17 @@ def test_dora_needs_another_way_to_share_than_zero3(cluster: Cluster) -> None:
     assert error.startswith("use_dora with ZeRO-3")
 
 
-def test_dropout_is_a_warning(cluster: Cluster) -> None:
+def test_lora_dropout_warns(cluster: Cluster) -> None:
     (warning,) = plan(cluster, lora_dropout=0.1)["warnings"]
     assert "lora_dropout is 0.1" in warning
 
 
-def test_more_than_a_gpu_holds_names_the_base(cluster: Cluster) -> None:
+def test_lora_memory_shortfall_names_frozen_base(cluster: Cluster) -> None:
     (error,) = plan(cluster, "--gpu-memory", "2GiB")["errors"][:1]
     assert "always holds 5.07 GiB, and has 2.00 GiB (the frozen base 2.03 GiB, CUDA context 2.00 GiB, " in error
 
 
-def test_a_backward_passes_frozen_weights_once(cluster: Cluster) -> None:
+def test_lora_train_seconds_skip_gradients_of_frozen_weights(cluster: Cluster) -> None:
     found = plan(cluster)["advice"]
     tokens = 512 + MEAN_LENGTH * 1024
     attention = 2 * LAYERS * HIDDEN * tokens
@@ -152,7 +154,7 @@ def test_a_backward_passes_frozen_weights_once(cluster: Cluster) -> None:
     assert found["train_s"] == pytest.approx(operations / (7 * 312e12 * 0.35))
 
 
-def test_a_model_that_cannot_be_reached_is_checked_as_far_as_it_goes(
+def test_lora_plan_of_unreachable_model_still_checks_settings(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -161,7 +163,7 @@ def test_a_model_that_cannot_be_reached_is_checked_as_far_as_it_goes(
     assert found["lora"] is None
 
 
-def test_what_else_is_wrong_hides_nothing_of_lora(cluster: Cluster) -> None:
+def test_lora_plan_with_other_error_reports_both(cluster: Cluster) -> None:
     found = plan(cluster, per_device_train_batch_size=3, gradient_accumulation_steps=1, sync_ref_model=True)
     assert len(found["errors"]) == 2
     assert any("must be divisible" in error for error in found["errors"])
@@ -177,7 +179,7 @@ def planned(config: PretrainedConfig, *, way: Any, **settings: Any) -> PlannedLo
     return PlannedLora(choice=choice, wrapped=wrapped_without_weights(meta_model(config), lora))
 
 
-def test_what_is_trained_beside_adapters_counts() -> None:
+def test_shape_of_lora_counts_modules_to_save() -> None:
     config = tiny_config("llama-untied")
     shape = shape_of(config, "llama", wrapped=planned(config, way="merge", modules_to_save=["lm_head"]).wrapped)
     head = 512 * 128
@@ -191,7 +193,7 @@ def test_what_is_trained_beside_adapters_counts() -> None:
     assert [layer.adapter_ranks for layer in shape_of(config, "llama", wrapped=some).layers] == [0, 8]
 
 
-def test_merging_takes_memory_in_a_sync() -> None:
+def test_sync_shape_with_lora_merge_counts_converted_and_merged_bytes() -> None:
     config = tiny_config("llama-untied")
     sizes = {"dtype": torch.bfloat16, "bucket_bytes": 2**20}
     alone, merged = (sync_shape(config, **sizes, lora=planned(config, way=way)) for way in ("adapter", "merge"))
@@ -213,7 +215,7 @@ def test_merging_takes_memory_in_a_sync() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen2-tied", "llama-untied", "gemma2-tied", "phi3-fused", "qwen3-tied"])
-def test_activations_are_what_autograd_keeps(family: str, dtype: torch.dtype) -> None:
+def test_saved_bytes_per_token_with_lora_matches_autograd(family: str, dtype: torch.dtype) -> None:
     sequences, tokens = 2, 128
     few, many = tiny_config(family), tiny_config(family)
     many.num_hidden_layers = 2 * few.num_hidden_layers

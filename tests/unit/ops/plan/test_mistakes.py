@@ -50,7 +50,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_one_line(case: str, cluster: Cluster) -> None:
+def test_plan_of_user_mistake_prints_one_line_error(case: str, cluster: Cluster) -> None:
     settings, flags, parts = MISTAKES[case]
     file = cluster.training()
     kept = {name: value for name, value in {**_read(file), **settings}.items() if value is not None}
@@ -63,7 +63,7 @@ def test_a_mistake_is_one_line(case: str, cluster: Cluster) -> None:
     assert "Traceback" not in error
 
 
-def test_two_grammars_are_a_warning(cluster: Cluster) -> None:
+def test_plan_with_two_grammars_warns(cluster: Cluster) -> None:
     file = cluster.training(
         vllm_structured_outputs_regex="a+", generation_kwargs={"structured_outputs": {"regex": "b"}}
     )
@@ -73,7 +73,7 @@ def test_two_grammars_are_a_warning(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("option", ["--config", "--config_file"])
-def test_a_tab_is_reported_with_its_line(option: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_plan_with_tab_in_yaml_names_line(option: str, cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "broken.yaml"
     file.write_text("num_processes: 7\nnum_machines:\n\t1\n")
     words = ["--num_processes", "7"] if option == "--config" else []
@@ -82,13 +82,13 @@ def test_a_tab_is_reported_with_its_line(option: str, cluster: Cluster, tmp_path
     assert "with spaces" in error
 
 
-def test_all_that_is_wrong_is_reported_at_once(cluster: Cluster) -> None:
+def test_plan_with_several_mistakes_reports_all(cluster: Cluster) -> None:
     file = cluster.training(reward_funcs=["nowhere.score"], dataset_name="./nowhere.jsonl")
     plan = cluster.read("--config_file", ROOT / "configs" / "1node.yaml", "--config", file, "--", "--load_in_4bit")
     assert len(plan["errors"]) == 3
 
 
-def test_a_module_of_rewards_that_does_not_parse(
+def test_plan_with_unparsable_reward_module_names_line(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "unparsed_rewards.py").write_text("def score(:\n")
@@ -98,7 +98,7 @@ def test_a_module_of_rewards_that_does_not_parse(
     assert "unparsed_rewards.py:1: invalid syntax" in error
 
 
-def test_an_output_folder_of_another_machine_is_a_warning(cluster: Cluster) -> None:
+def test_plan_with_unwritable_output_dir_warns(cluster: Cluster) -> None:
     file = cluster.training(output_dir="/proc/out")
     warnings = cluster.read("--config_file", ROOT / "configs" / "1node.yaml", "--config", file)["warnings"]
     assert any("on this machine output_dir /proc/out cannot be written" in warning for warning in warnings)

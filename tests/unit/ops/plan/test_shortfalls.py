@@ -8,7 +8,7 @@ from tests.support.launching import ROOT
 from tests.support.planned_cluster import LLAMA_8B, Cluster, lines_of
 
 
-def test_weights_that_no_engine_can_hold(cluster: Cluster) -> None:
+def test_plan_with_weights_beyond_engine_suggests_tensor_parallel(cluster: Cluster) -> None:
     big = LLAMA_8B | {
         "hidden_size": 8192,
         "intermediate_size": 28672,
@@ -22,7 +22,7 @@ def test_weights_that_no_engine_can_hold(cluster: Cluster) -> None:
     assert "set vllm_tensor_parallel_size to 2 or 4" in error
 
 
-def test_no_size_is_named_that_leaves_no_rank(cluster: Cluster) -> None:
+def test_plan_with_weights_beyond_node_suggests_no_tensor_parallel(cluster: Cluster) -> None:
     huge = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128}
     training = cluster.training(LLAMA_8B | huge)  # Llama 405B: 8 GPUs of 80 GiB hold no engine
     errors = cluster.read("--config_file", cluster.accelerate(8, 56), "--config", training)["errors"]
@@ -38,15 +38,13 @@ def test_no_size_is_named_that_leaves_no_rank(cluster: Cluster) -> None:
     ],
     ids=lambda model: model["model_type"],
 )
-def test_models_that_call_their_sizes_otherwise(cluster: Cluster, model: dict) -> None:
+def test_plan_of_config_with_other_size_names_estimates_memory(cluster: Cluster, model: dict) -> None:
     plan = cluster.read("--num_processes", "7", "--config", cluster.training(model))
     assert plan["estimates"]["training"]["peak_bytes"] > 0
     assert not any("not understood" in warning for warning in plan["warnings"])
 
 
-def test_a_configuration_that_is_not_understood_leaves_memory_unknown(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_of_unsupported_config_leaves_memory_unknown(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object, **kwargs: object) -> None:
         raise AttributeError("'NewConfig' object has no attribute 'intermediate_size'")
 
@@ -57,7 +55,7 @@ def test_a_configuration_that_is_not_understood_leaves_memory_unknown(
     assert (plan["memory"], plan["works"]) == ("unknown", False)
 
 
-def test_all_that_is_always_held_has_to_fit(cluster: Cluster) -> None:
+def test_plan_with_permanent_memory_beyond_gpu_does_not_fit(cluster: Cluster) -> None:
     """States of 17.1 GiB alone would; beside the reference model, a bucket and the context they do not."""
     files = ["--config_file", ROOT / "configs" / "1node.yaml", "--gpu-memory", "21GiB"]
     training = cluster.training(beta=0.04, per_device_train_batch_size=1, gradient_accumulation_steps=8)
@@ -70,7 +68,7 @@ def test_all_that_is_always_held_has_to_fit(cluster: Cluster) -> None:
     assert plan["verdict"].startswith("does not fit: ")
 
 
-def test_advice_is_tried_before_it_is_given(cluster: Cluster) -> None:
+def test_plan_advice_for_shortfall_fits_when_followed(cluster: Cluster) -> None:
     """Offload and more nodes are enough by themselves; a plan that follows them fits."""
     words = ["--gpu-memory", "24GiB", "--config", cluster.training(vllm_tensor_parallel_size=2)]
     plan = cluster.read("--config_file", cluster.accelerate(1, 6), *words)
@@ -86,7 +84,7 @@ def test_advice_is_tried_before_it_is_given(cluster: Cluster) -> None:
     assert cluster.read("--config_file", file, *words)["memory"] != "does not fit"
 
 
-def test_where_no_one_change_is_enough_several_are_named(cluster: Cluster) -> None:
+def test_plan_advice_for_large_shortfall_combines_changes(cluster: Cluster) -> None:
     training = cluster.training(beta=0.04, vllm_tensor_parallel_size=2)
     words = ["--gpu-memory", "13GiB", "--config", training]
     errors = cluster.read("--config_file", cluster.accelerate(1, 6), *words)["errors"]
@@ -96,7 +94,7 @@ def test_where_no_one_change_is_enough_several_are_named(cluster: Cluster) -> No
     assert any("no setting is enough: take GPUs with more memory" in error for error in hopeless["errors"])
 
 
-def test_what_a_smaller_batch_makes_fit_is_a_warning(cluster: Cluster) -> None:
+def test_plan_with_batch_beyond_memory_warns_and_names_largest_fit(cluster: Cluster) -> None:
     training = cluster.training(per_device_train_batch_size=32, gradient_checkpointing=False)
     code, out = cluster.plan("--config_file", ROOT / "configs" / "1node.yaml", "--config", training)
     assert code == 0
@@ -111,7 +109,7 @@ def test_what_a_smaller_batch_makes_fit_is_a_warning(cluster: Cluster) -> None:
         assert plan["memory"] == fits
 
 
-def test_a_cache_without_space_for_one_sequence_is_an_error(cluster: Cluster) -> None:
+def test_plan_with_kv_cache_below_one_sequence_fails(cluster: Cluster) -> None:
     training = cluster.training(vllm_gpu_memory_utilization=0.25)  # 20 GiB: 15 of weights, 3 of overhead
     files = ["--config_file", ROOT / "configs" / "1node.yaml", "--config", training]
     flags = ["--prompt-tokens", "100000", "--", "--vllm_max_model_length", "101024"]
@@ -119,13 +117,13 @@ def test_a_cache_without_space_for_one_sequence_is_an_error(cluster: Cluster) ->
     assert any("left for its KV cache, and one sequence of 101024 tokens takes 12.3 GiB" in error for error in errors)
 
 
-def test_a_sync_needs_space_beside_vllm(cluster: Cluster) -> None:
+def test_plan_with_high_vllm_utilization_warns_of_weight_sync(cluster: Cluster) -> None:
     training = cluster.training(vllm_gpu_memory_utilization=0.99)
     plan = cluster.read("--config_file", ROOT / "configs" / "1node.yaml", "--config", training)
     assert any("a weight sync needs 1.96 GiB on an engine's GPU" in warning for warning in plan["warnings"])
 
 
-def test_what_is_offloaded_is_shown_and_not_counted(cluster: Cluster) -> None:
+def test_plan_with_offload_shows_host_memory_outside_peak(cluster: Cluster) -> None:
     zero = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "none"}
     file = cluster.accelerate(1, 4, deepspeed_config=zero)
     training = cluster.read("--config_file", file, "--config", cluster.training())["estimates"]["training"]
@@ -136,6 +134,6 @@ def test_what_is_offloaded_is_shown_and_not_counted(cluster: Cluster) -> None:
     assert training["peak_bytes"] < lines["offload"]
 
 
-def test_a_model_without_attention_is_an_error(cluster: Cluster) -> None:
+def test_plan_of_model_without_attention_fails(cluster: Cluster) -> None:
     (error,) = cluster.read("--num_processes", "7", "--config", cluster.training({"model_type": "mamba"}))["errors"]
     assert "is a mamba without attention heads: its memory cannot be estimated" in error

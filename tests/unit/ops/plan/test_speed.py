@@ -20,7 +20,7 @@ def advice(cluster: Cluster, *words: str, **settings: Any) -> dict[str, Any]:
     return cluster.read("--config_file", ONE_NODE, *words, "--config", cluster.training(**settings))["advice"]
 
 
-def test_seconds_by_hand(cluster: Cluster) -> None:
+def test_advice_seconds_match_hand_calculation(cluster: Cluster) -> None:
     """224 completions of 1024 tokens behind 512 of a prompt: all at once on one engine."""
     found = advice(cluster)
     kv = 2 * 32 * 8 * 128 * 2
@@ -32,29 +32,29 @@ def test_seconds_by_hand(cluster: Cluster) -> None:
     assert (found["gpus_per_node"], found["reserved"], found["overlapped"]) == (8, 1, False)
 
 
-def test_the_engines_log_probabilities_save_a_pass(cluster: Cluster) -> None:
+def test_train_seconds_with_engine_logprobs_save_one_pass(cluster: Cluster) -> None:
     both = [advice(cluster, old_logprobs=which)["train_s"] for which in ("trainer", "engine")]
     assert both[1] == pytest.approx(both[0] * 4 / 5)
 
 
-def test_faster_gpus_are_reported(cluster: Cluster) -> None:
+def test_advice_seconds_scale_with_gpu_speed_flags(cluster: Cluster) -> None:
     slow, fast = advice(cluster), advice(cluster, "--gpu-tflops", "624", "--gpu-tbps", "4")
     assert fast["train_s"] == pytest.approx(slow["train_s"] / 2)
     assert fast["generate_s"] == pytest.approx(slow["generate_s"] / 2)
 
 
-def test_many_sequences_wait_for_arithmetic(cluster: Cluster) -> None:
+def test_generate_seconds_with_fast_memory_are_compute_bound(cluster: Cluster) -> None:
     found = advice(cluster, "--gpu-tbps", "1000")
     assert found["generate_s"] == pytest.approx(1024 * 2 * PARAMETERS * 224 / (312e12 * 0.5))
 
 
-def test_a_cache_that_holds_few_works_in_waves(cluster: Cluster) -> None:
+def test_generate_seconds_with_few_sequences_grow_in_waves(cluster: Cluster) -> None:
     few = advice(cluster, vllm_engine_kwargs={"max_num_seqs": 56})
     assert few["generate_s"] == pytest.approx(4 * advice(cluster, "--gpu-tbps", "2")["generate_s"], rel=0.6)
     assert few["generate_s"] > 1.5 * advice(cluster)["generate_s"]
 
 
-def test_long_answers_want_more_engines(cluster: Cluster) -> None:
+def test_advice_with_long_completions_reserves_more_gpus(cluster: Cluster) -> None:
     long = {"max_completion_length": 15360, "vllm_max_model_length": 16384, "per_device_train_batch_size": 1}
     found = advice(cluster, gradient_accumulation_steps=32, generation_lookahead=1, **long)
     assert found["reserve"] > 1
@@ -82,14 +82,14 @@ def seconds_of(lookahead: int, max_num_seqs: int) -> float:
     return generate_s(job, engine, engines=1, lookahead=lookahead)
 
 
-def test_with_batches_under_way_a_step_takes_its_share_of_the_longest_completion() -> None:
+def test_generate_s_with_lookahead_divides_longest_completion() -> None:
     """With 4 and completions of a quarter of the longest in the mean, as many are sampled at any time as with 1."""
     assert seconds_of(4, 1000) == pytest.approx(seconds_of(1, 1000) / 4)
     assert seconds_of(2, 1000) < seconds_of(1, 1000) / 2  # half as many at any time
     assert seconds_of(8, 56) == pytest.approx(seconds_of(4, 56))  # every place is taken: more batches only wait
 
 
-def test_lookahead_and_gpus_are_advised_together(cluster: Cluster) -> None:
+def test_advice_combines_lookahead_and_reserved_gpus(cluster: Cluster) -> None:
     long = {"max_completion_length": 15360, "vllm_max_model_length": 16384, "per_device_train_batch_size": 1}
     found = advice(cluster, gradient_accumulation_steps=32, generation_lookahead=1, **long)
     deeper = found["deeper"]
@@ -102,14 +102,14 @@ def test_lookahead_and_gpus_are_advised_together(cluster: Cluster) -> None:
     assert f"; with generation_lookahead {deeper['lookahead']} reserve {deeper['reserve']}: " in line
 
 
-def test_engines_of_two_gpus_are_reserved_whole(cluster: Cluster) -> None:
+def test_advice_with_tp2_engines_reserves_whole_engines(cluster: Cluster) -> None:
     training = cluster.training(vllm_tensor_parallel_size=2)
     found = cluster.read("--config_file", ROOT / "configs" / "4node_tp2.yaml", "--config", training)["advice"]
     assert found["reserved"] == 2
     assert found["reserve"] % 2 == 0
 
 
-def test_where_nothing_can_be_said(cluster: Cluster) -> None:
+def test_advice_without_gpus_or_with_uneven_nodes_is_none(cluster: Cluster) -> None:
     assert cluster.read("--config_file", ROOT / "configs" / "cpu.yaml")["advice"] is None
     uneven = cluster.read(
         "--config_file", cluster.accelerate(4, 24), "--gpus-per-node", "8,8,7,8", "--config", cluster.training()
@@ -117,7 +117,7 @@ def test_where_nothing_can_be_said(cluster: Cluster) -> None:
     assert uneven["advice"] is None
 
 
-def test_a_rate_that_is_none_is_exit_code_2(cluster: Cluster) -> None:
+def test_plan_with_zero_gpu_tflops_exits_2(cluster: Cluster) -> None:
     with pytest.raises(SystemExit) as caught:
         cluster.plan("--num_processes", "7", "--gpu-tflops", "0")
     assert caught.value.code == 2
@@ -127,11 +127,11 @@ def test_a_rate_that_is_none_is_exit_code_2(cluster: Cluster) -> None:
     ("seconds", "reserved", "best"),
     [({1: 100, 2: 60, 3: 61}, 1, 2), ({1: 100, 2: 96}, 1, 1), ({1: 96, 2: 100}, 2, 2), ({}, 1, 1)],
 )
-def test_best_reserved_moves_for_five_percent_of_a_step(seconds: dict[int, float], reserved: int, best: int) -> None:
+def test_best_reserved_changes_only_for_five_percent_gain(seconds: dict[int, float], reserved: int, best: int) -> None:
     assert best_reserved(lambda count: seconds.get(count, 1.0), reserved=reserved, choices=list(seconds)) == best
 
 
-def test_of_equal_steps_the_fewest_batches_are_advised() -> None:
+def test_best_depth_with_equal_steps_prefers_fewest_batches() -> None:
     """Sampling takes 120 s on one GPU, of which a batch's longest completion alone takes 60; training 35 on 7 of 8."""
 
     def step_s(count: int, ahead: int) -> float:

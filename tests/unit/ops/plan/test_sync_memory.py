@@ -128,7 +128,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_phases_of_known_models(model: ByHand) -> None:
+def test_training_budget_of_known_models_matches_hand_calculation(model: ByHand) -> None:
     sync = sync_shape(model.config, dtype=torch.bfloat16, bucket_bytes=512 * 2**20)
     sharding = read_sharding({"stage": 3}, hidden_size=model.hidden, world_size=RANKS, dtype_bytes=2)
     batch = MicroBatch(
@@ -169,7 +169,7 @@ def lines_of(
     return {line.key: (line.holder, line.num_bytes) for line in lines}
 
 
-def test_who_holds_what_in_a_sync() -> None:
+def test_sync_lines_match_holder_and_bytes_by_backend() -> None:
     # two bytes; four ranks pad 10 and 7 to 3 and 2 each: the first bucket is the largest, 20 elements with its padding
     sync = WeightSyncShape(
         buffer_bytes=64, buckets=((10, 7), (16,)), converted_bytes=0, dtype_bytes=2, first_bytes=66, later_bytes=66
@@ -184,7 +184,7 @@ def test_who_holds_what_in_a_sync() -> None:
     assert lines_of(sync, **cpu) == {"sync_gathered": ("local main", 30), "sync_sent": ("other ranks", 10)}
 
 
-def test_experts_that_travel_one_by_one_are_taken_apart_on_the_local_main() -> None:
+def test_sync_shape_with_split_experts_counts_conversion_on_local_main() -> None:
     config = tiny_config("qwen3-moe")
     at_once = sync_shape(config, dtype=torch.bfloat16, bucket_bytes=2**20)
     assert at_once.converted_bytes == 0

@@ -43,7 +43,7 @@ def model_folder(cluster: Cluster, model: dict[str, Any]) -> Path:
     return cluster.training(model).parent / "model"
 
 
-def test_the_first_line_is_a_verdict(cluster: Cluster) -> None:
+def test_plan_output_starts_with_verdict(cluster: Cluster) -> None:
     long = {"max_completion_length": 7168, "vllm_max_model_length": 8192, "attn_implementation": "flash_attention_2"}
     words = ["--config_file", ONE_NODE, "--config", cluster.training(**long)]
     plan = cluster.read(*words)
@@ -65,7 +65,7 @@ def test_the_first_line_is_a_verdict(cluster: Cluster) -> None:
     assert "one training GPU" in verbose
 
 
-def test_a_step_of_several_to_a_generation_is_its_part(cluster: Cluster) -> None:
+def test_verdict_with_several_steps_per_generation_divides_seconds(cluster: Cluster) -> None:
     training = cluster.training(steps_per_generation=8)  # 4 micro-batches a step: two steps to a generation
     plan = cluster.read("--config_file", ONE_NODE, "--config", training)
     advice = plan["advice"]
@@ -75,22 +75,22 @@ def test_a_step_of_several_to_a_generation_is_its_part(cluster: Cluster) -> None
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.001, "less than 0.1 s"), (2.34, "2.3 s"), (599, "599 s"), (900, "15 min")]
 )
-def test_lengths_of_time(seconds: float, shown: str) -> None:
+def test_length_formats_seconds(seconds: float, shown: str) -> None:
     assert length(seconds) == shown
 
 
-def test_mistakes_stand_before_what_memory_says(cluster: Cluster) -> None:
+def test_verdict_with_mistake_names_it_before_memory(cluster: Cluster) -> None:
     _, out = cluster.plan("--config_file", ONE_NODE, "--config", cluster.training(reward_funcs=["nowhere.score"]))
     assert out.startswith("cannot work: 1 mistake; by its memory it fits: ")
 
 
-def test_less_than_a_tenth_of_a_second_is_no_advice(cluster: Cluster) -> None:
+def test_verdict_with_tiny_step_omits_advice(cluster: Cluster) -> None:
     _, out = cluster.plan("--config_file", ROOT / "configs" / "4node.yaml")  # the demo
     assert out.splitlines()[0].endswith(" sequences at once on an engine, less than 0.1 s a step")
     assert "advice" not in out
 
 
-def test_without_gpus_a_rank_has_the_hosts_memory(cluster: Cluster) -> None:
+def test_verdict_without_gpus_names_host_memory(cluster: Cluster) -> None:
     _, out = cluster.plan("--config_file", ROOT / "configs" / "cpu.yaml")
     assert re.match(r"fits: [\d.]+ GiB of the host's memory in a rank, 256 sequences at once on an engine\n", out), out
 
@@ -99,7 +99,7 @@ def test_without_gpus_a_rank_has_the_hosts_memory(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("option", ["--model", "--model_name_or_path"])
-def test_a_model_is_sized_alone(cluster: Cluster, option: str) -> None:
+def test_plan_of_model_alone_assumes_zero3_job(cluster: Cluster, option: str) -> None:
     folder = model_folder(cluster, LLAMA_8B)
     plan = cluster.read(option, folder, "--num_machines", "2")
     assert (plan["errors"], plan["memory"]) == ([], "fits")
@@ -111,7 +111,7 @@ def test_a_model_is_sized_alone(cluster: Cluster, option: str) -> None:
     assert cluster.plan(option, folder)[0] == 0
 
 
-def test_reserved_gpus_and_tensor_parallelism_leave_the_other_ranks(cluster: Cluster) -> None:
+def test_plan_of_model_alone_subtracts_inference_gpus_from_ranks(cluster: Cluster) -> None:
     folder = model_folder(cluster, LLAMA_8B)
     flags = ["--", "--vllm_tensor_parallel_size", "2"]
     assert cluster.read("--model", folder, *flags)["launcher"]["num_processes"] == 6
@@ -119,7 +119,7 @@ def test_reserved_gpus_and_tensor_parallelism_leave_the_other_ranks(cluster: Clu
     assert plan["launcher"]["num_processes"] == 3
 
 
-def test_the_model_goes_before_the_training_files(cluster: Cluster) -> None:
+def test_model_option_overrides_training_file(cluster: Cluster) -> None:
     folder = cluster.folder / "other"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(QWEN_30B_A3B))
@@ -127,7 +127,7 @@ def test_the_model_goes_before_the_training_files(cluster: Cluster) -> None:
     assert plan["model"]["num_parameters"] == 30_532_122_624
 
 
-def test_a_training_file_without_data_stays_a_mistake(cluster: Cluster) -> None:
+def test_plan_of_training_file_without_data_fails(cluster: Cluster) -> None:
     (error,) = cluster.read("--config_file", ONE_NODE, "--config", cluster.training(dataset_name=None))["errors"]
     assert "there is no data to train on" in error
 
@@ -136,7 +136,7 @@ def test_a_training_file_without_data_stays_a_mistake(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_a_gpu_by_its_name(cluster: Cluster, name: str) -> None:
+def test_gpu_option_matches_its_numbers(cluster: Cluster, name: str) -> None:
     words = ["--config_file", ONE_NODE, "--config", cluster.training()]
     gpu, plan = GPUS[name], cluster.read(*words, "--gpu", name)
     assert plan["estimates"]["training"]["capacity_bytes"] == gpu.gib * GIB
@@ -148,7 +148,7 @@ def test_a_gpu_by_its_name(cluster: Cluster, name: str) -> None:
     assert plan["estimates"]["engine"]["max_num_seqs"] == (256 if name in ("a100", "l40s") else 1024)
 
 
-def test_a_number_goes_before_the_name(cluster: Cluster) -> None:
+def test_gpu_numbers_override_gpu_name(cluster: Cluster) -> None:
     words = ["--config_file", ONE_NODE, "--config", cluster.training(), "--gpu", "h100"]
     named, slow = (cluster.read(*words, *more)["advice"] for more in ([], ["--gpu-tflops", "494.5"]))
     assert slow["train_s"] == pytest.approx(2 * named["train_s"])
@@ -158,7 +158,7 @@ def test_a_number_goes_before_the_name(cluster: Cluster) -> None:
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_mixture_of_experts_is_advised_too(cluster: Cluster) -> None:
+def test_advice_for_mixture_of_experts_counts_routed_parameters(cluster: Cluster) -> None:
     training = cluster.training(QWEN_30B_A3B, vllm_tensor_parallel_size=2)
     plan = cluster.read("--config_file", cluster.accelerate(4, 24), "--config", training, "--gpu", "h200")
     advice, model = plan["advice"], plan["model"]
@@ -187,7 +187,7 @@ def silent_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("silent_hub")
-def test_a_hub_that_does_not_answer_is_waited_for_once(cluster: Cluster) -> None:
+def test_plan_with_silent_hub_waits_once_and_reports_unknown(cluster: Cluster) -> None:
     files = ["--config_file", ONE_NODE, "--config", cluster.training()]
     cluster.read(*files)  # loads what is loaded once
     began = time.monotonic()
@@ -202,7 +202,7 @@ def test_a_hub_that_does_not_answer_is_waited_for_once(cluster: Cluster) -> None
 
 
 @pytest.mark.parametrize("option", ["--config", "--config_file"])
-def test_a_missing_file_is_reported_before_trl_is_loaded(option: str) -> None:
+def test_plan_with_missing_file_fails_before_loading_trl(option: str) -> None:
     code = (
         "import sys; from grpo.cli import main; code = main(['plan', '--num_processes', '7', *sys.argv[1:]]); "
         "print(code, [name for name in ('trl', 'torch', 'transformers', 'accelerate') if name in sys.modules])"

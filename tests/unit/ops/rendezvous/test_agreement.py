@@ -9,7 +9,7 @@ from grpo.ops.rendezvous.trouble import list_nodes
 from grpo.place.same_everywhere import read_variables
 
 
-def test_many_nodes_are_not_all_listed() -> None:
+def test_list_nodes_with_many_nodes_shortens_list() -> None:
     assert list_nodes(["a", "b"]) == "a, b"
     many = [f"n{number}" for number in range(64)]
     reported = list_nodes(many)
@@ -18,12 +18,12 @@ def test_many_nodes_are_not_all_listed() -> None:
     assert len(reported) < 100
 
 
-def test_how_much_a_node_logs_is_its_own_matter() -> None:
+def test_read_variables_ignores_debug_variables() -> None:
     env = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "x", "NCCL_ALGO": "Ring", "GLOO_SOCKET_IFNAME": "eth0", "A": "b"}
     assert read_variables(env) == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_ALGO": "Ring"}
 
 
-def test_this_nodes_software() -> None:
+def test_read_software_finds_versions_and_code_digest() -> None:
     found = read_software({"NCCL_ALGO": "Ring"})
     assert {"python", "torch", "grpo-local"} <= set(found.versions)
     assert (found.variables, len(found.code_digest)) == ({"NCCL_ALGO": "Ring"}, 12)
@@ -44,7 +44,7 @@ def software(**changes: object) -> Software:
         ({"variables": {"NCCL_IB_HCA": "mlx5"}}, "variables", "NCCL_IB_HCA: none on a, c; mlx5 on b", False),
     ],
 )
-def test_a_node_that_differs_is_named(changes: dict, what: str, message: str, is_fatal: bool) -> None:
+def test_compare_software_with_differing_node_names_it(changes: dict, what: str, message: str, is_fatal: bool) -> None:
     found = compare_software({"a": software(), "b": software(**changes), "c": software()})
     (trouble,) = found.pop(what)
     assert (trouble.message, trouble.nodes, trouble.is_fatal) == (message, ("b",), is_fatal)
@@ -52,12 +52,12 @@ def test_a_node_that_differs_is_named(changes: dict, what: str, message: str, is
     assert not any(found.values())
 
 
-def test_a_tie_goes_to_the_head() -> None:
+def test_compare_software_on_tie_blames_other_node_than_head() -> None:
     (trouble,) = compare_software({"a": software(commit="new"), "b": software()})["code"]
     assert (trouble.nodes, trouble.message) == (("b",), "commit: new on a; abc on b")
 
 
-def test_where_git_does_not_answer_the_source_files_decide() -> None:
+def test_compare_software_without_commit_compares_source_files() -> None:
     """Not installed, a checkout of another owner, a file system that is slow."""
     nodes = {"a": software(), "b": software(commit=""), "c": software(code_digest="9", commit="")}
     assert not compare_software({"a": nodes["a"], "b": nodes["b"]})["code"]

@@ -20,11 +20,11 @@ from grpo.ops.rendezvous.expected import Place, add_arguments, expand_hostlist, 
         ("", []),
     ],
 )
-def test_host_lists(text: str, hosts: list[str]) -> None:
+def test_expand_hostlist_matches_table(text: str, hosts: list[str]) -> None:
     assert expand_hostlist(text) == hosts
 
 
-def test_host_files_are_those_of_mpi_too(tmp_path: Path) -> None:
+def test_read_hostfile_reads_mpi_format(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# ours\nn1 slots=8\n\nn[2-3] # two more\n")
     assert read_hostfile(file) == ["n1", "n2", "n3"]
@@ -39,7 +39,7 @@ def place(*options: str, env: dict[str, str] | None = None, is_local: Callable[[
     return find_place(args, env or {}, command="grpo test", hostname="n2.cluster", is_local=is_local)
 
 
-def test_which_node_this_is() -> None:
+def test_find_place_identifies_this_node() -> None:
     assert place().nodes == ("n2.cluster",)
     assert place("--nodes", "n1,n2").node == "n2"
     assert place("--nodes", "n1,n2.cluster").node == "n2.cluster"
@@ -53,7 +53,7 @@ def test_which_node_this_is() -> None:
     assert place("--nodes", "n1,n2", env=slurm).node == "n2"
 
 
-def test_the_head_is_the_first_or_the_one_that_is_named() -> None:
+def test_find_place_takes_first_or_named_node_as_head() -> None:
     first, named = place("--nodes", "n1,n2"), place("--nodes", "n1,n2", "--head", "10.0.0.1")
     assert (first.head, first.head_address) == ("n1", "n1")
     assert (named.head, named.head_address) == ("n1", "10.0.0.1")
@@ -71,12 +71,12 @@ def test_the_head_is_the_first_or_the_one_that_is_named() -> None:
         ("--nodes n1,n2 --nodes-file hosts", "give one of them"),
     ],
 )
-def test_a_place_that_does_not_follow(options: str, message: str) -> None:
+def test_find_place_with_contradicting_options_raises(options: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         place(*options.split(), is_local=lambda name: name in "ab")
 
 
-def test_nodes_of_a_file(tmp_path: Path) -> None:
+def test_find_place_reads_nodes_file(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("n1\nn2\n")
     assert place("--nodes-file", str(file)).nodes == ("n1", "n2")
@@ -85,7 +85,7 @@ def test_nodes_of_a_file(tmp_path: Path) -> None:
         place("--nodes-file", str(file))
 
 
-def test_pods_are_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_timeout_in_kubernetes_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     def default_timeout() -> float:
         parser = argparse.ArgumentParser()
         add_arguments(parser, default_port=1)

@@ -52,7 +52,7 @@ def hold(
         return late, {node: verdict.result() for node, verdict in verdicts.items()}
 
 
-def test_what_each_brings_becomes_one_verdict() -> None:
+def test_rendezvous_gives_all_nodes_one_verdict_from_all_reports() -> None:
     def decide(own: str, attendance: Attendance) -> str:
         assert attendance.troubles == ()
         for arrival in attendance.arrivals:
@@ -71,7 +71,7 @@ def messages(_: Any, attendance: Attendance) -> str:
     return "; ".join(trouble.message for trouble in attendance.troubles) or "all is well"
 
 
-def test_whoever_comes_twice_before_the_verdict_makes_it_fail() -> None:
+def test_rendezvous_with_duplicate_node_before_verdict_fails() -> None:
     """The second one comes when the first has reported already, and another node keeps the rendezvous open."""
     head, second = place(nodes="abc"), []
 
@@ -87,7 +87,7 @@ def test_whoever_comes_twice_before_the_verdict_makes_it_fail() -> None:
     assert late == ()
 
 
-def test_whoever_comes_when_the_verdict_stands_is_reported_and_fails() -> None:
+def test_rendezvous_with_process_after_verdict_refuses_and_reports_it() -> None:
     """Between the head's last look and the others' hearing of the verdict: it cannot be in what they hear."""
     head, reported = place(nodes="abc"), []
 
@@ -104,7 +104,7 @@ def test_whoever_comes_when_the_verdict_stands_is_reported_and_fails() -> None:
     assert (trouble.message, trouble.fix) == (reported[0], "start one per node: srun --ntasks-per-node=1 grpo test")
 
 
-def test_a_node_that_starts_too_late_is_given_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_with_late_node_suggests_join_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "GRACE_S", 0.0)
     head, reported = place(wait_s=0.0), []
 
@@ -123,7 +123,7 @@ def test_a_node_that_starts_too_late_is_given_what_to_set(monkeypatch: pytest.Mo
     assert [trouble.fix for trouble in late] == ["start all nodes together; slow starters: --join-timeout"]
 
 
-def test_a_node_that_comes_and_does_not_report_is_named(
+def test_rendezvous_with_joined_node_without_report_names_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(rendezvous, "REMINDER_S", 0.1)
@@ -136,7 +136,7 @@ def test_a_node_that_comes_and_does_not_report_is_named(
     assert (trouble.nodes, trouble.message) == (("b",), "b came, but did not report within 0 s")
 
 
-def test_a_head_whose_own_report_hangs_is_named() -> None:
+def test_preside_with_hanging_own_report_names_head() -> None:
     """A driver that does not answer, say."""
     hangs = threading.Event()
     with pytest.raises(RendezvousFailed, match="the head a did not report within 0 s") as caught:
@@ -147,7 +147,7 @@ def test_a_head_whose_own_report_hangs_is_named() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
-def test_what_a_thread_ends_with_ends_who_waits_for_it(error: type[BaseException]) -> None:
+def test_within_reraises_exception_of_thread(error: type[BaseException]) -> None:
     def ends() -> None:
         raise error
 
@@ -155,14 +155,14 @@ def test_what_a_thread_ends_with_ends_who_waits_for_it(error: type[BaseException
         within(5.0, ends)
 
 
-def test_a_head_that_does_not_answer_has_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_clock_without_answer_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_CLOCK_S", 0.01)
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
     assert rendezvous._measure_clock(store, "b") == (None, 0.0)
 
 
-def test_a_head_that_is_not_there_is_named_with_what_was_tried() -> None:
+def test_attend_with_missing_head_names_it_and_tried_address() -> None:
     here = place("b", wait_s=0.0)
     with pytest.raises(RendezvousFailed, match=rf"head a \(127.0.0.1:{here.port}\) .*GRPO-303") as caught:
         attend(here, lambda _: "")
@@ -171,14 +171,14 @@ def test_a_head_that_is_not_there_is_named_with_what_was_tried() -> None:
     assert "is grpo test started on it and not over already" in caught.value.trouble.fix
 
 
-def test_something_silent_in_the_heads_place_is_not_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attend_with_silent_port_refuses_it_as_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_CONNECT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         reported = come(place("b", port=silent.getsockname()[1]))
     assert "is not grpo test of the head a" in reported
 
 
-def test_a_port_that_is_taken_is_reported_with_the_way_out() -> None:
+def test_preside_with_taken_port_suggests_another_port() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RendezvousFailed, match=f"the head cannot open its store on port {port}") as caught:
@@ -186,7 +186,7 @@ def test_a_port_that_is_taken_is_reported_with_the_way_out() -> None:
     assert "another --port" in caught.value.trouble.fix
 
 
-def test_a_head_that_stops_answering_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attend_with_head_gone_silent_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def dark(*args: object, **kwargs: object) -> None:
         raise TimeoutError("no end within 9 s")
 

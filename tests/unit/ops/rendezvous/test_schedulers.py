@@ -8,7 +8,7 @@ from grpo.ops.rendezvous import schedulers
 from grpo.ops.rendezvous.schedulers import SchedulerNodes, read_scheduler
 
 
-def test_no_scheduler() -> None:
+def test_read_scheduler_without_scheduler_returns_none() -> None:
     assert read_scheduler({}, "n2") is None
     assert read_scheduler({"MASTER_ADDR": "somewhere"}, "n2") is None, "some sites export it for all shells"
 
@@ -36,17 +36,19 @@ PYTORCH_JOB = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1
         pytest.param({**PYTORCH_JOB, "PET_NPROC_PER_NODE": "auto"}, 3, 1, "job-master-0", 23456, id="as-many-as-fit"),
     ],
 )
-def test_pods_of_kubeflow(env: dict[str, str], count: int, rank: int, address: str, port: int) -> None:
+def test_read_scheduler_in_kubeflow_pod_finds_nodes_and_rank(
+    env: dict[str, str], count: int, rank: int, address: str, port: int
+) -> None:
     reported = read_scheduler(env, "some-pod")
     nodes = tuple(f"node{k}" for k in range(count))
     assert reported == SchedulerNodes(nodes=nodes, rank=rank, head_address=address, port=port)
 
 
-def test_a_process_of_a_launcher_is_no_node() -> None:
+def test_read_scheduler_in_launched_rank_returns_none() -> None:
     assert read_scheduler({**PYTORCH_JOB, "LOCAL_RANK": "0"}, "n2") is None
 
 
-def test_one_pod_is_alone() -> None:
+def test_read_scheduler_in_single_pod_finds_one_node() -> None:
     pet = {**PET, "PET_NNODES": "1", "PET_NODE_RANK": "0", "JOB_COMPLETION_INDEX": "0"}  # Kubernetes sets it as well
     reported = read_scheduler(pet, "n2")
     assert reported is not None
@@ -59,7 +61,7 @@ def test_one_pod_is_alone() -> None:
 INDEXED = {"JOB_COMPLETION_INDEX": "2", "NNODES": "4"}
 
 
-def test_pods_of_an_indexed_job() -> None:
+def test_read_scheduler_in_indexed_job_names_all_pods() -> None:
     reported = read_scheduler(INDEXED, "my-run-2.trainers.default.svc.cluster.local")
     assert reported == SchedulerNodes(nodes=tuple(f"my-run-{k}.trainers" for k in range(4)), rank=2)
 
@@ -75,18 +77,18 @@ def test_pods_of_an_indexed_job() -> None:
         (INDEXED, "run-1.s", r"called run-1.s, not JOB-2.SERVICE: name the Job's headless service"),
     ],
 )
-def test_what_is_missing_is_named(env: dict[str, str], hostname: str, said: str) -> None:
+def test_read_scheduler_with_incomplete_variables_names_missing(env: dict[str, str], hostname: str, said: str) -> None:
     with pytest.raises(ValueError, match=said.replace("not how many:", "not how many there are:")):
         read_scheduler(env, hostname)
 
 
-def test_a_pod_without_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_scheduler_in_pod_without_service_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.getfqdn", lambda name: name)
     with pytest.raises(ValueError, match=r"this pod is called run-2, not JOB-2\.SERVICE"):
         read_scheduler(INDEXED, "run-2")
 
 
-def test_slurm_s_own_address_where_its_names_are_not_the_network_s(
+def test_read_scheduler_with_unresolvable_slurm_name_takes_node_addr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "scontrol"

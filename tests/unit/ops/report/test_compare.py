@@ -14,7 +14,7 @@ from grpo.ops.report.reading import read_run
 from tests.support.report_pages import data_of
 
 
-def test_curves_of_all_runs_hold_their_own_values(
+def test_report_of_several_runs_keeps_each_runs_curve_values(
     run_with: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = shutil.copytree(run_with("slow-sync"), tmp_path / "short")
@@ -35,7 +35,7 @@ def test_curves_of_all_runs_hold_their_own_values(
     assert None not in table["0:reward"]
 
 
-def test_the_sentence_says_who_is_faster_and_what_each_had_learnt(run_with: Callable[[str], Path]) -> None:
+def test_comparison_sentence_names_faster_run_and_rewards(run_with: Callable[[str], Path]) -> None:
     runs = [read_run(run_with("idle-engines"), "a"), read_run(run_with("slow-sync"), "b")]
     comparison = compare(runs)
     assert "a takes 33 s a step, 1.1" in comparison.sentence
@@ -45,18 +45,18 @@ def test_the_sentence_says_who_is_faster_and_what_each_had_learnt(run_with: Call
     assert "max_completion_length" not in {name for name, _ in comparison.settings}
 
 
-def test_settings_that_a_run_lacks_differ() -> None:
+def test_differing_counts_missing_settings_as_different() -> None:
     found = differing([{"a": "1", "b": "2"}, {"a": "1"}, {"a": "1", "b": "2", "output_dir": "x"}])
     assert found == (("b", ("2", "–", "2")),)
 
 
-def test_runs_of_the_same_name_are_distinguished(tmp_path: Path) -> None:
+def test_names_of_runs_with_same_name_adds_parent_folder(tmp_path: Path) -> None:
     assert names_of([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
     assert names_of([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     assert names_of([tmp_path / "a"]) == ["a"]
 
 
-def test_a_run_without_metrics_does_not_keep_the_others_from_being_shown(
+def test_report_of_several_runs_with_one_lacking_metrics_shows_others(
     run_with: Callable[[str], Path], tmp_path: Path
 ) -> None:
     bare = shutil.copytree(run_with(""), tmp_path / "bare")

@@ -29,7 +29,7 @@ from tests.support.made_runs import MadeRun, make_run
 from tests.support.report_pages import NASTY, data_of, with_texts
 
 
-def test_ten_thousand_steps_on_eight_nodes_fit_into_5_mb(tmp_path: Path) -> None:
+def test_report_of_10000_steps_on_8_nodes_fits_into_5_mb(tmp_path: Path) -> None:
     folder = make_long_run(tmp_path / "long", 10_000, 8)
     (run,) = write_report([folder], tmp_path / "page.html")
     assert run.step == 10_000
@@ -42,7 +42,7 @@ def test_ten_thousand_steps_on_eight_nodes_fit_into_5_mb(tmp_path: Path) -> None
     shutil.rmtree(folder)
 
 
-def test_of_many_nodes_the_slowest_are_shown(tmp_path: Path) -> None:
+def test_report_timeline_of_many_nodes_shows_only_16(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", MadeRun(steps=8, nodes=19, fault="slow-node"))
     write_report([folder], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
@@ -53,7 +53,7 @@ def test_of_many_nodes_the_slowest_are_shown(tmp_path: Path) -> None:
     assert [line["label"] for line in data["charts"]["tokens"]["lines"]] == ["mean over nodes"]
 
 
-def test_a_moment_alone_is_a_timeline(tmp_path: Path) -> None:
+def test_report_timeline_of_single_instant_shows_its_phase(tmp_path: Path) -> None:
     (tmp_path / "timeline").mkdir()
     line = to_line(Span(attempt=0, lane="rank 0", phase="mine", begin=5.0, end=5.0, step=0))
     (tmp_path / "timeline" / "node0.jsonl").write_text(line + "\n")
@@ -61,7 +61,9 @@ def test_a_moment_alone_is_a_timeline(tmp_path: Path) -> None:
     assert data_of((tmp_path / "page.html").read_text())["lanes"]["phases"] == ["mine"]
 
 
-def test_the_page_asks_nobody_and_brings_the_library_once(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_report_page_loads_nothing_external_and_embeds_library_once(
+    run_with: Callable[[str], Path], tmp_path: Path
+) -> None:
     write_report([run_with("")], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     around = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
@@ -71,7 +73,7 @@ def test_the_page_asks_nobody_and_brings_the_library_once(run_with: Callable[[st
     assert not re.search(r"vega-lite/v\d+\.json", json.dumps(data_of(page)))
 
 
-def test_curves_hold_the_values_of_the_file(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_report_curves_match_metrics_file(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     write_report([run_with("")], tmp_path / "page.html")
     table = data_of((tmp_path / "page.html").read_text())["tables"]["metrics"]
     lines = [json.loads(line) for line in (run_with("") / "metrics.jsonl").read_text().splitlines()]
@@ -84,7 +86,7 @@ def test_curves_hold_the_values_of_the_file(run_with: Callable[[str], Path], tmp
     assert table["reward:smooth"][middle] == pytest.approx(statistics.mean(line["reward"] for line in around), rel=0.1)
 
 
-def test_texts_are_shown_as_texts(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_report_page_escapes_texts(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(run_with("failed"), tmp_path / "<b>run")
     shutil.rmtree(folder / "completions")
     (folder / "completions").mkdir()
@@ -106,7 +108,7 @@ def test_texts_are_shown_as_texts(run_with: Callable[[str], Path], tmp_path: Pat
     assert prompt["groups"][0]["samples"][0][0] == NASTY
 
 
-def test_long_completions_are_cut_until_they_fit(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_read_completions_of_long_texts_cuts_to_max_bytes(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(run_with(""), tmp_path / "run")
     long = "é" * 50_000
     for step in range(1, 60):
@@ -133,7 +135,7 @@ def test_long_completions_are_cut_until_they_fit(run_with: Callable[[str], Path]
     assert "48,000 characters more" in browser.prompts[0]["groups"][0]["samples"][0][0]
 
 
-def test_prompts_that_come_again_stand_first_and_in_order(run_with: Callable[[str], Path]) -> None:
+def test_read_completions_puts_repeated_prompts_first(run_with: Callable[[str], Path]) -> None:
     browser = read_completions(run_with(""), [])
     assert browser is not None
     assert browser.functions == ("accuracy", "format")
@@ -142,7 +144,7 @@ def test_prompts_that_come_again_stand_first_and_in_order(run_with: Callable[[st
     assert [len(each) for each in steps] == sorted(map(len, steps), reverse=True)
 
 
-def test_prompts_that_come_once_are_of_early_and_of_late_steps(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_read_completions_of_unique_prompts_samples_all_steps(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(run_with(""), tmp_path / "run")
     shutil.rmtree(folder / "completions")
     (folder / "completions").mkdir()
@@ -162,9 +164,7 @@ def test_prompts_that_come_once_are_of_early_and_of_late_steps(run_with: Callabl
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_has_its_record_the_end_of_its_log_and_what_to_do(
-    run_with: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_failures_of_run_hold_record_log_tail_and_symptom(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(run_with("failed"), tmp_path / "run")
     lines = [f"line {number}" for number in range(5000)]
     (folder / "logs" / "engine-node1-0.attempt-0.log").write_text("\n".join(lines))
@@ -184,7 +184,7 @@ def test_a_failure_has_its_record_the_end_of_its_log_and_what_to_do(
     assert "Failures (1)" in page
 
 
-def test_engines_that_came_back_are_reported(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_deaths_of_restarted_engine_hold_text_and_symptoms(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(run_with("restarts"), tmp_path / "run")
     reported = json.loads((folder / "run.json").read_text())
     text = "engine 0 died in phase 'sync' (it was killed [GRPO-406]); it is back after 20 s [GRPO-407]"
@@ -205,23 +205,23 @@ def test_engines_that_came_back_are_reported(run_with: Callable[[str], Path], tm
         ("no space on the disk [GRPO-701]", "GRPO-701", "Checkpoints, stop and resume"),
     ],
 )
-def test_an_entry_is_found_by_its_id_whatever_the_words(text: str, id: str, section: str) -> None:
+def test_matching_finds_entry_by_error_id(text: str, id: str, section: str) -> None:
     (found,) = matching([text])
     assert (found.id, found.section) == (id, section)
     assert len(found.help) > 40
 
 
-def test_an_error_and_its_cause_are_both_found_once_each() -> None:
+def test_matching_finds_error_and_cause_once_each() -> None:
     cause = "died too often [GRPO-408]: EngineDied: engine 0 was killed by signal 9 [GRPO-406]"
     assert [each.id for each in matching([cause, f"JobFailed: {cause}"])] == ["GRPO-408", "GRPO-406"]
 
 
-def test_a_text_without_a_known_id_has_no_entry() -> None:
+def test_matching_without_known_id_returns_nothing() -> None:
     assert matching(["level=1 " * 100_000]) == []  # as vLLM's dumps are; in less than the suite's limit
     assert matching(["the engine was killed by signal 9", "a run named GRPO-406", "[GRPO-999]"]) == []
 
 
-def test_every_entry_says_something_in_html_of_its_own() -> None:
+def test_symptoms_hold_help_in_plain_html() -> None:
     assert len(symptoms()) > 40
     for each in symptoms().values():
         assert len(each.help) > 40, each.id
@@ -231,7 +231,7 @@ def test_every_entry_says_something_in_html_of_its_own() -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_lies_in_the_run_and_is_written_whole(
+def test_report_command_replaces_page_in_run_folder_atomically(
     run_with: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(run_with(""), tmp_path / "run")
@@ -245,7 +245,7 @@ def test_the_page_lies_in_the_run_and_is_written_whole(
     assert re.search(r"report\.html: run finished, step 80 \(\d\.\d MB in ", capsys.readouterr().out)
 
 
-def test_watch_goes_on_until_the_run_has_ended(
+def test_report_watch_continues_until_run_has_ended(
     run_with: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(run_with(""), tmp_path / "run")
@@ -284,7 +284,7 @@ def test_watch_goes_on_until_the_run_has_ended(
         ([f"run{number}" for number in range(9)], "9 runs are given: a page holds 1 to 8"),
     ],
 )
-def test_what_cannot_work_is_reported_in_a_line(
+def test_report_command_with_invalid_arguments_prints_one_line(
     words: list[str],
     said: str,
     run_with: Callable[[str], Path],
@@ -310,13 +310,13 @@ sys.exit(main(["report", "run"]))
 
 
 @pytest.mark.parametrize("module", ["altair", "vl_convert"])
-def test_without_the_extra_the_command_says_what_to_install(module: str) -> None:
+def test_report_command_without_extra_names_package_to_install(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", NO_CHARTS.format(module=module)], capture_output=True, text=True)
     reported = f"grpo report: {module} is not installed: pip install 'grpo-local[report]'\n"
     assert (done.returncode, done.stderr) == (1, reported)
 
 
-def test_settings_that_are_not_the_defaults_come_first(run_with: Callable[[str], Path]) -> None:
+def test_setup_of_run_puts_non_default_settings_first(run_with: Callable[[str], Path]) -> None:
     run = read_run(run_with(""))
     tables = setup_of(run)
     assert [title for title, _ in tables] == [

@@ -80,7 +80,7 @@ def opening(browser: Any) -> Iterator[Callable[..., Opened]]:
         pytest.param(390, "light", marks=pytest.mark.long),
     ],
 )
-def test_every_tab_draws_without_a_complaint_and_fits(
+def test_tabs_by_width_and_scheme_draw_charts_and_fit(
     width: int, scheme: str, file: Path, opening: Callable[..., Opened]
 ) -> None:
     opened = opening(file, width=width, scheme=scheme)
@@ -97,7 +97,7 @@ def test_every_tab_draws_without_a_complaint_and_fits(
     assert [url for url in opened.requests if not url.startswith(("file:", "data:"))] == []
 
 
-def test_a_reward_curve_is_that_of_the_file(file: Path, opening: Callable[..., Opened]) -> None:
+def test_reward_curve_matches_metrics_file(file: Path, opening: Callable[..., Opened]) -> None:
     opened = opening(file, tab="overview")
     assert opened.page.evaluate("scrollY") == 0  # a link to a tab shows the verdict, too
     drawn = opened.page.evaluate(
@@ -126,7 +126,7 @@ def until_shown(opened: Opened, begin: float, end: float, within: float) -> None
     )
 
 
-def test_the_brush_and_the_buttons_choose_what_is_shown(file: Path, opening: Callable[..., Opened]) -> None:
+def test_timeline_brush_and_buttons_set_shown_range(file: Path, opening: Callable[..., Opened]) -> None:
     opened = opening(file, tab="time")
     lanes = opened.page.evaluate("grpoReport.page.lanes")
     whole, last = lanes["ended_s"], lanes["first_shown_s"]
@@ -161,7 +161,7 @@ def test_the_brush_and_the_buttons_choose_what_is_shown(file: Path, opening: Cal
     assert opened.complaints == []
 
 
-def test_tabs_and_values_are_reached_by_keyboard(file: Path, opening: Callable[..., Opened]) -> None:
+def test_tabs_and_charts_are_usable_by_keyboard(file: Path, opening: Callable[..., Opened]) -> None:
     opened = opening(file, tab="time")
     opened.page.focus("#tab-time")
     opened.page.keyboard.press("ArrowLeft")
@@ -182,7 +182,7 @@ def test_tabs_and_values_are_reached_by_keyboard(file: Path, opening: Callable[.
     opened.page.wait_for_selector("[data-chart='progress-0-reward'] .numbers tbody tr:nth-child(12)")
 
 
-def test_what_has_a_role_has_a_name(file: Path, opening: Callable[..., Opened]) -> None:
+def test_plots_and_controls_have_accessible_names(file: Path, opening: Callable[..., Opened]) -> None:
     opened = opening(file)
     for tab in TABS:
         opened.open_tab(tab)
@@ -200,7 +200,9 @@ def test_what_has_a_role_has_a_name(file: Path, opening: Callable[..., Opened]) 
     assert opened.page.evaluate(f"{unnamed}.length") == 0
 
 
-def test_completions_are_texts_by_reward_and_changes_are_marked(file: Path, opening: Callable[..., Opened]) -> None:
+def test_completions_tab_sorts_by_reward_marks_changes_and_escapes_html(
+    file: Path, opening: Callable[..., Opened]
+) -> None:
     opened = opening(file, tab="completions")
     page = opened.page
     assert page.inner_text("#prompt-text") == "What is 0 + 17? Think, then <answer>."
@@ -226,7 +228,7 @@ def test_completions_are_texts_by_reward_and_changes_are_marked(file: Path, open
     assert opened.complaints == []
 
 
-def test_completions_are_searched_and_filtered(file: Path, opening: Callable[..., Opened]) -> None:
+def test_completions_search_and_filters_match_page_data(file: Path, opening: Callable[..., Opened]) -> None:
     opened = opening(file, tab="completions")
     page = opened.page
     samples = (
@@ -263,7 +265,7 @@ def test_completions_are_searched_and_filtered(file: Path, opening: Callable[...
     assert opened.complaints == []
 
 
-def test_runs_lie_over_each_other(
+def test_curves_of_several_runs_share_one_chart(
     run_with: Callable[[str], Path], tmp_path: Path, opening: Callable[..., Opened]
 ) -> None:
     out = tmp_path / "page.html"
@@ -278,7 +280,7 @@ def test_runs_lie_over_each_other(
     assert opened.complaints == []
 
 
-def test_the_page_of_next_to_nothing_has_no_error(tmp_path: Path, opening: Callable[..., Opened]) -> None:
+def test_page_of_one_step_run_draws_without_errors(tmp_path: Path, opening: Callable[..., Opened]) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "rew')
@@ -293,7 +295,7 @@ def test_the_page_of_next_to_nothing_has_no_error(tmp_path: Path, opening: Calla
     assert opened.complaints == []
 
 
-def test_another_colour_scheme_draws_anew(file: Path, opening: Callable[..., Opened]) -> None:
+def test_charts_after_color_scheme_change_redraw(file: Path, opening: Callable[..., Opened]) -> None:
     opened = opening(file, tab="overview")
     opened.page.emulate_media(color_scheme="dark")
     opened.page.wait_for_function(

@@ -33,7 +33,7 @@ def span(phase: str, begin: float, end: float, **others: object) -> str:
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_counts_once_as_the_later_attempt_made_it(tmp_path: Path) -> None:
+def test_read_metrics_of_repeated_step_keeps_later_attempt(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "metrics.jsonl",
         {"step": 1, "time": 10.0, "attempt": 0, "reward": 0.1},
@@ -54,7 +54,7 @@ def test_a_step_counts_once_as_the_later_attempt_made_it(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("renumbers", [False, True], ids=["a requeue", "another job"])
-def test_steps_that_were_lost_and_made_again(renumbers: bool, tmp_path: Path) -> None:
+def test_parts_and_lanes_after_lost_steps_prefer_newest_attempt(renumbers: bool, tmp_path: Path) -> None:
     """Fewer than had been: the newest attempt has not come as far as the one before."""
     made = make_run(tmp_path / "run", MadeRun(steps=160, nodes=2, fault="failed", lost=60, renumbers=renumbers))
     reported = json.loads((made / "run.json").read_text())["attempts"]
@@ -74,7 +74,7 @@ def test_steps_that_were_lost_and_made_again(renumbers: bool, tmp_path: Path) ->
     write_report([made], tmp_path / "page.html")
 
 
-def test_lines_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
+def test_read_metrics_with_unreadable_lines_counts_them(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "metrics.jsonl",
         {"step": 1, "reward": 1.0},
@@ -95,7 +95,7 @@ def test_lines_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
     ("points", "note"),
     [(2, "band: least to most"), (4, "")],  # a point stands for two steps
 )
-def test_a_figure_says_what_its_band_is(points: int, note: str, tmp_path: Path) -> None:
+def test_chart_note_names_band_only_when_thinned(points: int, note: str, tmp_path: Path) -> None:
     lines = [{"step": step, "reward": 1.0} for step in range(1, 5)]
     metrics = read_metrics(write_lines(tmp_path / "metrics.jsonl", *lines), [])
     bins, found = bins_of(4, points), Multiples()
@@ -108,7 +108,7 @@ def test_a_figure_says_what_its_band_is(points: int, note: str, tmp_path: Path) 
 # -- timelines --------------------------------------------------------------------------------------------------------
 
 
-def test_damaged_lines_of_a_timeline_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_read_timelines_with_damaged_lines_skips_and_counts_them(tmp_path: Path) -> None:
     good = [
         to_line(AttemptLine(attempt=0, node=0, host="a", time=1.0, rank_devices=["0"], engine_devices=[["1"]])),
         span("forward", 1.0, 2.0),
@@ -130,7 +130,7 @@ def test_damaged_lines_of_a_timeline_are_left_out_and_counted(tmp_path: Path) ->
     assert timeline.usages.is_engine.tolist() == [True]
 
 
-def test_fields_of_later_versions_are_left_out(tmp_path: Path) -> None:
+def test_read_timelines_with_unknown_fields_ignores_them(tmp_path: Path) -> None:
     line = json.loads(span("forward", 1.0, 2.0)) | {"later": {"deep": [1]}}
     write_lines(timeline_path(tmp_path, 0), line)
     missing: list[str] = []
@@ -138,7 +138,7 @@ def test_fields_of_later_versions_are_left_out(tmp_path: Path) -> None:
     assert missing == []
 
 
-def test_a_step_is_the_sum_of_its_parts_and_what_no_span_tells(tmp_path: Path) -> None:
+def test_parts_of_step_sum_spans_and_other_to_its_length(tmp_path: Path) -> None:
     for node, wait in ((0, 2.0), (1, 4.0)):
         lane = f"rank {8 * node}"
         write_lines(
@@ -162,7 +162,7 @@ def test_a_step_is_the_sum_of_its_parts_and_what_no_span_tells(tmp_path: Path) -
 # -- thinning ---------------------------------------------------------------------------------------------------------
 
 
-def test_long_series_become_means_between_least_and_most() -> None:
+def test_bins_of_long_series_give_mean_least_and_most() -> None:
     bins = bins_of(7, points=3)
     values = np.array([1.0, 3.0, np.nan, 5.0, np.nan, np.nan, np.nan])
     assert bins.starts.tolist() == [0, 2, 4]
@@ -174,7 +174,7 @@ def test_long_series_become_means_between_least_and_most() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_short_series_stay_as_they_are(rows: int) -> None:
+def test_bins_of_short_series_keep_values(rows: int) -> None:
     bins = bins_of(rows, points=5)
     values = np.arange(rows, dtype=float)
     assert not bins.is_thinned
@@ -213,9 +213,7 @@ def cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_folder_gives_a_page_that_says_what_is_missing(
-    damage: str, run_with: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_report_of_damaged_folder_names_damage(damage: str, run_with: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(run_with("failed"), tmp_path / "run")
     apply, words = DAMAGES[damage]
     apply(folder)
@@ -225,13 +223,13 @@ def test_a_damaged_folder_gives_a_page_that_says_what_is_missing(
     assert "missing or damaged" in page or not words
 
 
-def test_a_run_of_one_line_has_a_page(tmp_path: Path) -> None:
+def test_report_of_one_line_run_writes_page(tmp_path: Path) -> None:
     write_lines(tmp_path / "run" / "metrics.jsonl", {"step": 1, "reward": 0.5})
     write_report([tmp_path / "run"], tmp_path / "page.html")
     assert "0.500" in (tmp_path / "page.html").read_text()
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_read_run_of_folder_without_run_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds none of metrics\.jsonl"):
         read_run(tmp_path)
     with pytest.raises(ValueError, match="is no folder: give a run's output_dir"):

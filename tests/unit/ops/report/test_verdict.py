@@ -67,14 +67,16 @@ def changed(folder: Path, to: Path, **arguments: object) -> Path:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_gets_its_advice_and_a_healthy_run_none(fault: str, run_with: Callable[[str], Path]) -> None:
+def test_verdict_of_fault_gives_its_advice_and_none_for_healthy_run(
+    fault: str, run_with: Callable[[str], Path]
+) -> None:
     found = verdict(run_with(fault))
     assert {*map(option_of, found.advice)} == EXPECTED[fault], found.sentence
     assert found.is_good == (fault == "")
     assert IN_SENTENCE.get(fault, "") in found.sentence
 
 
-def test_every_option_is_one_that_there_is(run_with: Callable[[str], Path]) -> None:
+def test_advice_names_only_existing_options(run_with: Callable[[str], Path]) -> None:
     known = GRPOConfig.__dataclass_fields__.keys() | GRPOScriptArguments.__dataclass_fields__.keys()
     named = set().union(*EXPECTED.values())
     assert named <= known
@@ -83,7 +85,7 @@ def test_every_option_is_one_that_there_is(run_with: Callable[[str], Path]) -> N
             assert option_of(advice) in advice.do
 
 
-def test_what_is_set_already_is_not_advised(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_advice_with_option_already_set_omits_it(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     balanced = changed(run_with("slow-node"), tmp_path / "balanced", vllm_balance_nodes=True)
     assert verdict(balanced).advice == ()
     by_default = changed(
@@ -96,9 +98,7 @@ def test_what_is_set_already_is_not_advised(run_with: Callable[[str], Path], tmp
     assert [advice.setting for advice in verdict(ahead).advice] == ["vllm_reserved_gpus: 2"]
 
 
-def test_batches_under_way_follow_from_the_seconds_of_the_longest_completion(
-    run_with: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_lookahead_advice_follows_longest_completion_time(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     """50 s, of which the ranks' own work is 20: ready after three steps."""
     tail = run_with("long-tail")
     assert [advice.setting for advice in verdict(tail).advice] == ["generation_lookahead: 4"]
@@ -111,14 +111,12 @@ def test_batches_under_way_follow_from_the_seconds_of_the_longest_completion(
     assert [advice.setting for advice in verdict(short).advice] == [f"generation_lookahead: {MOST_AHEAD}"]
 
 
-def test_shared_memory_between_gpus_is_replaced_before_anything_else(
-    run_with: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_advice_with_shm_sync_backend_names_nccl_alone(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     shared = changed(run_with("slow-sync"), tmp_path / "shared", vllm_sync_backend="shm")
     assert [advice.setting for advice in verdict(shared).advice] == ["vllm_sync_backend: nccl"]
 
 
-def test_engines_that_idle_although_they_sample_ahead_give_back_a_gpu(tmp_path: Path) -> None:
+def test_advice_for_idle_engines_with_lookahead_frees_gpu(tmp_path: Path) -> None:
     made = make_run(tmp_path / "made", MadeRun(steps=20, nodes=2, times={"generate": 5.0}))
     assert verdict(made).advice == ()  # one engine cannot be fewer
     two = changed(made, tmp_path / "two", topology={"engines_by_node": [1, 2]})
@@ -128,16 +126,14 @@ def test_engines_that_idle_although_they_sample_ahead_give_back_a_gpu(tmp_path: 
     assert [advice.setting for advice in verdict(old).advice] == ["vllm_reserved_gpus: 1"]
 
 
-def test_engines_on_cpus_are_counted_otherwise(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_advice_for_cpu_engines_names_engines_per_node(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     settings = {"generation_lookahead": 1, "topology": {"has_gpus": False}}
     cpus = changed(run_with("waiting-ranks"), tmp_path / "cpus", **settings)
     assert [advice.setting for advice in verdict(cpus).advice] == ["vllm_engines_per_node: 2"]
 
 
 @pytest.mark.parametrize("fault", ["idle-engines", "long-tail"])
-def test_sampling_ahead_on_shared_cores_is_not_advised(
-    fault: str, run_with: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_advice_without_gpus_omits_lookahead(fault: str, run_with: Callable[[str], Path], tmp_path: Path) -> None:
     """Ranks and engines of a machine without GPUs take each other's cores: whoever works does not wait for free."""
     advice = verdict(changed(run_with(fault), tmp_path / "cpus", topology={"has_gpus": False})).advice
     assert "generation_lookahead" not in {option_of(each) for each in advice}
@@ -146,7 +142,7 @@ def test_sampling_ahead_on_shared_cores_is_not_advised(
 
 
 @pytest.mark.parametrize("beside", ["tools", "environment_factory", "rollout_func"])
-def test_episodes_run_ahead_and_stay_on_their_node(
+def test_advice_for_episodes_names_lookahead_but_no_node_balance(
     beside: str, run_with: Callable[[str], Path], tmp_path: Path
 ) -> None:
     (ahead,) = verdict(changed(run_with("idle-engines"), tmp_path / "idle", **{beside: True})).advice
@@ -158,20 +154,20 @@ def test_episodes_run_ahead_and_stay_on_their_node(
 
 
 @pytest.mark.parametrize("beside", [{"streams": True}, {"vllm_importance_sampling_correction": False}])
-def test_what_the_next_start_would_refuse_is_not_advised(
+def test_advice_with_lookahead_unsupported_names_reserved_gpus(
     beside: dict[str, bool], run_with: Callable[[str], Path], tmp_path: Path
 ) -> None:
     waiting = verdict(changed(run_with("waiting-ranks"), tmp_path / "waiting", **beside))
     assert [advice.setting for advice in waiting.advice] == ["vllm_reserved_gpus: 2"]
 
 
-def test_a_batch_of_many_micro_batches_is_doubled_as_a_whole(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_sync_advice_with_accumulation_doubles_whole_batch(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     slow = changed(run_with("slow-sync"), tmp_path / "slow", steps_per_generation=1, gradient_accumulation_steps=8)
     assert [advice.setting for advice in verdict(slow).advice] == ["steps_per_generation: 16"]
 
 
 @pytest.mark.parametrize(("every", "advised"), [(50, "save_steps: 350"), (0.1, "save_steps: 56")])
-def test_saves_go_by_steps_or_by_a_share_of_all(
+def test_save_advice_handles_steps_share_and_epochs(
     every: float, advised: str, run_with: Callable[[str], Path], tmp_path: Path
 ) -> None:
     slow = run_with("slow-save")
@@ -179,7 +175,7 @@ def test_saves_go_by_steps_or_by_a_share_of_all(
     assert verdict(changed(slow, tmp_path / "epochs", save_strategy="epoch")).advice == ()
 
 
-def test_attempts_that_never_trained_lose_no_steps(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_lost_steps_ignore_attempts_without_training(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     """One between two that did, which says nothing of its settings; and a second start in a finished run's folder."""
     between = changed(run_with("failed"), tmp_path / "between")
     reported = json.loads((between / "run.json").read_text())
@@ -195,7 +191,7 @@ def test_attempts_that_never_trained_lose_no_steps(run_with: Callable[[str], Pat
     assert verdict(between).advice == ()
 
 
-def test_attempts_that_never_trained_are_named_apart(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_failures_before_first_step_are_counted_apart(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     """A typo at the first start says nothing of the run that was trained afterwards."""
     folder = changed(run_with("failed"), tmp_path / "starts")
     first, second = json.loads((folder / "run.json").read_text())["attempts"]
@@ -219,7 +215,7 @@ def test_attempts_that_never_trained_are_named_apart(run_with: Callable[[str], P
     assert failed.sentence == "The run failed on node 1 in the phase 'sync' before its first step."
 
 
-def test_the_slow_node_is_one_that_there_still_is(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_slow_node_advice_with_fewer_nodes_names_present_node(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     """The last attempt has two nodes of three; the last node was slow before."""
     fewer = changed(run_with(""), tmp_path / "fewer", topology={"num_nodes": 2})
     lines = [json.loads(line) for line in (fewer / "metrics.jsonl").read_text().splitlines()]
@@ -229,7 +225,7 @@ def test_the_slow_node_is_one_that_there_still_is(run_with: Callable[[str], Path
     assert verdict(fewer).sentence.startswith("Node 1 was slowest in 100 %")
 
 
-def test_steps_that_attempts_lose_ask_for_more_saves(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_advice_after_lost_steps_lowers_save_steps(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     lost = changed(run_with("failed"), tmp_path / "lost")
     reported = json.loads((lost / "run.json").read_text())
     reported["attempts"][0]["step"] = reported["attempts"][1]["from_step"] + 30
@@ -238,7 +234,7 @@ def test_steps_that_attempts_lose_ask_for_more_saves(run_with: Callable[[str], P
     assert (advice.setting, advice.finding) == ("save_steps: 12", "30 steps were lost between attempts")
 
 
-def test_every_function_has_a_run_that_it_speaks_on(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_advice_functions_except_two_fire_on_fault_runs(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     spoke = set()
     for fault in FAULTS:
         run = read_run(run_with(fault))
@@ -247,14 +243,14 @@ def test_every_function_has_a_run_that_it_speaks_on(run_with: Callable[[str], Pa
     assert {each.__name__ for each in ADVICE} - spoke == {"fewer_engines", "lost_steps"}  # two tests above
 
 
-def test_a_run_that_has_hardly_begun_gets_no_advice(tmp_path: Path) -> None:
+def test_advice_for_short_run_is_empty(tmp_path: Path) -> None:
     made = make_run(tmp_path / "made", MadeRun(steps=3, nodes=2, fault="clipped"))
     run = read_run(made)
     assert advice_for(figures_of(run, parts_of(run.timeline.spans))) == []
     assert verdict(made).sentence == "3 steps are too few to advise by."
 
 
-def test_throughput_is_that_of_all_gpus(run_with: Callable[[str], Path], tmp_path: Path) -> None:
+def test_throughput_per_gpu_counts_inference_gpus(run_with: Callable[[str], Path], tmp_path: Path) -> None:
     """Those of engines too: 500,000 tokens a step, prompts among them."""
     run = read_run(run_with(""))
     logs = min(RECENT_LOGS, len(run.metrics.times) - 1)
@@ -273,7 +269,7 @@ def test_throughput_is_that_of_all_gpus(run_with: Callable[[str], Path], tmp_pat
     assert tokens_per_gpu(read_run(several)) == pytest.approx(500_000 * logs / recent / (gpus + 2))
 
 
-def test_a_running_run_says_how_long_it_takes_yet(
+def test_verdict_of_running_run_shows_time_left_and_stall(
     run_with: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going = changed(run_with(""), tmp_path / "going", max_steps=180)
@@ -303,5 +299,5 @@ def test_a_running_run_says_how_long_it_takes_yet(
 @pytest.mark.parametrize(
     ("seconds", "words"), [(3.25, "3.2 s"), (59, "59 s"), (61, "1 min 1 s"), (7260, "2 h 1 min"), (400_000, "4 d 15 h")]
 )
-def test_durations(seconds: float, words: str) -> None:
+def test_duration_formats_seconds(seconds: float, words: str) -> None:
     assert duration(seconds) == words

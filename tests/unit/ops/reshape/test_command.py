@@ -26,7 +26,7 @@ def random_file(folder: Path, name: str) -> dict:
     return torch.load(folder / name, weights_only=False)
 
 
-def test_ranks_keep_their_random_numbers_and_new_ones_get_their_own(checkpoint: Path, tmp_path: Path) -> None:
+def test_reshape_keeps_rng_of_ranks_and_seeds_new_ones(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out" / "checkpoint-2"
     settings = reshape(checkpoint, out, ranks=4)
     assert (settings["per_device_train_batch_size"], settings["steps_per_generation"]) == (3, 2)
@@ -54,7 +54,9 @@ def test_ranks_keep_their_random_numbers_and_new_ones_get_their_own(checkpoint: 
     assert torch.load(again / "rollout_state_0.pt")["generation_batches"] == 2
 
 
-def test_where_it_goes(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reshape_default_out_is_beside_run_and_not_overwritten(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = checkpoint.parent.with_name("run-ranks-3") / "checkpoint-2"
     assert default_out(checkpoint, 3) == out
     assert cli.main(["reshape", str(checkpoint), "--ranks", "3"]) == 0
@@ -81,7 +83,7 @@ def test_where_it_goes(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> 
         (5, 3, 3, None),
     ],
 )
-def test_the_same_batches_with_other_settings(
+def test_batch_settings_for_other_ranks_keep_generation_batch(
     ranks: int, steps: int, accumulation: int, expected: tuple[int, int, int] | None
 ) -> None:
     sampling = {**SAMPLING, "steps_per_generation": steps, "gradient_accumulation_steps": accumulation}
@@ -93,14 +95,16 @@ def test_the_same_batches_with_other_settings(
     assert tuple(batch_settings(record, ranks).values()) == expected
 
 
-def test_in_the_middle_of_a_generation_batch_it_is_refused(tmp_path: Path) -> None:
+def test_reshape_within_generation_batch_raises(tmp_path: Path) -> None:
     folder = make_reshapable(tmp_path / "run" / "checkpoint-2", step=7, batch=[])
     with pytest.raises(ValueError, match=r"GRPO-707\]: 1 of its 3 micro-batches .*a multiple"):
         reshape(folder, tmp_path / "out", ranks=3)
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_is_reported(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reshape_with_bad_ranks_or_damaged_checkpoint_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ValueError, match="is for 2 training processes already"):
         reshape(checkpoint, tmp_path / "out", ranks=2)
     with pytest.raises(ValueError, match="--ranks is 0"):
@@ -114,7 +118,7 @@ def test_what_cannot_be_is_reported(checkpoint: Path, tmp_path: Path, capsys: py
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-def test_a_full_disk_and_another_kind_of_folder_are_reported(
+def test_reshape_on_full_disk_or_into_file_raises(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -126,7 +130,7 @@ def test_a_full_disk_and_another_kind_of_folder_are_reported(
         reshape(checkpoint, tmp_path / "out", ranks=3)
 
 
-def test_what_is_half_written_goes_with_the_command(
+def test_reshape_on_sigterm_removes_partial_output(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end(*_: object, **__: object) -> None:

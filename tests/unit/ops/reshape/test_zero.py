@@ -79,7 +79,7 @@ def write_zero2(folder: Path) -> None:
     torch.save({"module": VALUES, "param_shapes": shapes, "dp_world_size": 2}, folder / "mp_rank_00_model_states.pt")
 
 
-def test_zero3_by_hand(tmp_path: Path) -> None:
+def test_reshape_zero_of_zero3_matches_partitions_by_hand(tmp_path: Path) -> None:
     write_zero3(tmp_path / "before")
     reshape_zero(tmp_path / "before", tmp_path / "after", before=2, ranks=3)
     assert len(list((tmp_path / "after").iterdir())) == 6
@@ -109,7 +109,7 @@ def test_zero3_by_hand(tmp_path: Path) -> None:
     assert steps == [5, 5, 5]
 
 
-def test_zero2_by_hand(tmp_path: Path) -> None:
+def test_reshape_zero_of_zero2_matches_partitions_by_hand(tmp_path: Path) -> None:
     write_zero2(tmp_path / "before")
     reshape_zero(tmp_path / "before", tmp_path / "after", before=2, ranks=3)
     names = {f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3)}
@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[Callable, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_known_is_refused(case: str, tmp_path: Path) -> None:
+def test_reshape_zero_of_unsupported_files_raises(case: str, tmp_path: Path) -> None:
     make, spoil, words = REFUSED[case]
     make(tmp_path / "before")
     spoil(tmp_path / "before")

@@ -15,7 +15,7 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run", MadeRun(steps=20, nodes=2))
 
 
-def test_it_writes_one_file_beside_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_writes_file_beside_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(run)]) == 0
     said = capsys.readouterr()
     assert said.err == ""
@@ -26,7 +26,7 @@ def test_it_writes_one_file_beside_the_run(run: Path, capsys: pytest.CaptureFixt
     assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X", "C", "i"}
 
 
-def test_gz_is_the_same_in_less(run: Path, tmp_path: Path) -> None:
+def test_trace_with_gz_out_compresses_same_bytes(run: Path, tmp_path: Path) -> None:
     packed = tmp_path / "t.json.gz"
     assert main(["trace", str(run)]) == main(["trace", str(run), "--out", str(packed)]) == 0
     plain = (run / "trace.json").read_bytes()
@@ -34,7 +34,7 @@ def test_gz_is_the_same_in_less(run: Path, tmp_path: Path) -> None:
     assert packed.stat().st_size < len(plain) / 5
 
 
-def test_what_is_missing_is_said_and_the_rest_drawn(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_of_damaged_run_warns_and_writes_rest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timeline = run / "timeline"
     with (timeline / "node0.jsonl").open("a") as lines:
         lines.write('{"kind": "span", "att')  # as a kill leaves it
@@ -50,7 +50,9 @@ def test_what_is_missing_is_said_and_the_rest_drawn(run: Path, capsys: pytest.Ca
     assert "nodes 0, 1, 2 of 4: no timeline" in capsys.readouterr().err
 
 
-def test_what_cannot_be_drawn_is_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_of_unusable_input_prints_one_line_and_writes_nothing(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(*words: str) -> str:
         assert main(["trace", *words]) == 1
         said = capsys.readouterr()

@@ -80,7 +80,7 @@ def counters(events: list[Event], name: str, series: str) -> list[tuple[int, flo
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_run_is_drawn_whole(tmp_path: Path, fault: str) -> None:
+def test_trace_of_each_fault_draws_all_spans(tmp_path: Path, fault: str) -> None:
     timelines = read_timelines(make_run(tmp_path / "run", MadeRun(steps=24, nodes=3, fault=fault, save_every=9)))
     trace = trace_of(timelines)
     check_format(trace.events)
@@ -95,7 +95,7 @@ def test_a_run_is_drawn_whole(tmp_path: Path, fault: str) -> None:
     assert attempts == (["attempt 0", "attempt 1"] if fault == "failed" else ["attempt 0"])
 
 
-def test_the_format_is_checked_in_earnest() -> None:
+def test_check_format_of_malformed_events_raises() -> None:
     good = {"ph": "X", "name": "a", "cat": "a", "pid": 1, "tid": 2, "ts": 0, "dur": 10, "args": {}}
     check_format([good])
     for wrong in ({"dur": -1}, {"ts": 0.5}, {"pid": 0}, {"ph": "Y"}, {"name": ""}):
@@ -108,7 +108,7 @@ def test_the_format_is_checked_in_earnest() -> None:
     assert dropped([good, crossing]) == [crossing]
 
 
-def test_what_crosses_in_a_lane_goes_to_further_threads_and_what_nests_stays() -> None:
+def test_crossing_spans_of_lane_move_to_further_threads() -> None:
     spans = [
         span("save", "outer", 0, 10),
         span("save", "inner", 2, 4),
@@ -133,7 +133,7 @@ def test_what_crosses_in_a_lane_goes_to_further_threads_and_what_nests_stays() -
     assert len(dropped([{**event, "tid": 7} for event in events])) == 2
 
 
-def test_times_are_whole_microseconds_since_the_first_and_never_negative() -> None:
+def test_event_times_are_whole_microseconds_since_first() -> None:
     began = 1_790_000_000.0
     spans = [span("rank 0", "a", began + 1.25, began + 1.5), span("rank 0", "b", began + 1.5, began + 1.4999)]
     events = trace_of([Timeline(3, spans=spans), Timeline(5, spans=[span("rank 8", "c", began, began + 1)])]).events
@@ -141,7 +141,7 @@ def test_times_are_whole_microseconds_since_the_first_and_never_negative() -> No
     assert found == {"a": (4, 1_250_000, 250_000), "b": (4, 1_500_000, 0), "c": (6, 0, 1_000_000)}
 
 
-def test_lanes_stand_in_order_and_a_span_says_what_it_knows() -> None:
+def test_lanes_are_sorted_and_spans_carry_arguments() -> None:
     lanes = ["other", "engine 10", "engine 9", "save", "sync", "rank 8"]
     spans = [span(lane, "a", 0, 1) for lane in lanes]
     known = {"tokens": 300, "requests": 4, "policy_version": 0, "bytes": 7}
@@ -157,7 +157,7 @@ def test_lanes_stand_in_order_and_a_span_says_what_it_knows() -> None:
     assert scored["args"] == {**known, **said}
 
 
-def test_requests_in_flight_and_tokens_follow_from_the_batches_of_an_engine() -> None:
+def test_engine_counters_follow_generate_spans() -> None:
     spans = [
         span("engine 0", records.GENERATE, 0, 10, tokens=1000, requests=64),
         span("engine 0", records.GENERATE, 5, 15, tokens=500, requests=8),
@@ -174,7 +174,7 @@ def test_requests_in_flight_and_tokens_follow_from_the_batches_of_an_engine() ->
     assert counters(events, "tokens/s", "rank 0") == []
 
 
-def test_usage_is_drawn_over_the_time_that_it_was_measured_in() -> None:
+def test_usage_counters_cover_measured_interval() -> None:
     def usage(time: float, device: str, attempt: int = 0, **seen) -> Usage:
         return Usage(attempt=attempt, time=time, device=device, **seen)
 
@@ -203,7 +203,7 @@ def test_usage_is_drawn_over_the_time_that_it_was_measured_in() -> None:
     assert counters(events, "power W", "GPU 0") == [(10 * s, 310.5)]
 
 
-def test_what_cannot_be_read_is_counted() -> None:
+def test_trace_of_unreadable_lines_counts_them() -> None:
     trace = trace_of([Timeline(0, spans=[span("rank 0", "a", 0, 1)], unreadable=2), Timeline(1, unreadable=3)])
     assert (trace.unreadable, trace.num_spans, trace.num_nodes) == (5, 1, 1)
     assert trace_of([Timeline(0, unreadable=3)]).num_nodes == 0

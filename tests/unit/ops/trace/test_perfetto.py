@@ -65,7 +65,9 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path]
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_it_takes_every_span_where_it_belongs(tmp_path: Path, opened: Callable[[Path], Query], packed: bool) -> None:
+def test_perfetto_import_of_trace_finds_all_spans(
+    tmp_path: Path, opened: Callable[[Path], Query], packed: bool
+) -> None:
     run = make_run(tmp_path / "run", MadeRun(steps=24, nodes=2, fault="failed", save_every=9))
     file = tmp_path / ("trace.json.gz" if packed else "trace.json")
     trace, _ = make_trace(run)
@@ -91,7 +93,7 @@ def test_it_takes_every_span_where_it_belongs(tmp_path: Path, opened: Callable[[
     assert attempts == [["attempt 0"], ["attempt 0"], ["attempt 1"], ["attempt 1"]]
 
 
-def test_it_says_what_it_drops(tmp_path: Path, opened: Callable[[Path], Query]) -> None:
+def test_perfetto_import_of_crossing_slices_counts_dropped(tmp_path: Path, opened: Callable[[Path], Query]) -> None:
     """What our own rule of it (`dropped` in test_events.py) rests on: crossing slices of one thread."""
     begun = {"ph": "X", "name": "a", "cat": "a", "pid": 1, "tid": 2, "args": {}}
     events = [{**begun, "ts": 0, "dur": 10}, {**begun, "ts": 2, "dur": 8}, {**begun, "ts": 10, "dur": 1}]

@@ -1,7 +1,7 @@
 from grpo.ops.train import demo
 
 
-def test_dataset_is_seeded_right_and_apart():
+def test_demo_dataset_is_reproducible_and_splits_are_disjoint():
     train, test = demo.demo_dataset("train"), demo.demo_dataset("test")
     assert (len(train), len(test)) == (7588, 512)
     assert train.column_names == ["prompt", "answer"]

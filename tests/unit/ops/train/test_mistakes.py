@@ -201,7 +201,7 @@ def expect_reported(mistake: Mistake, errors: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_reported_in_a_few_lines(
+def test_main_with_user_error_reports_it_before_engine_start(
     case: str, right_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     mistake = MISTAKES[case]
@@ -252,7 +252,7 @@ def processes(command: list[str], folder: Path, mistake: Mistake) -> tuple[int, 
         "a hub model offline",
     ],
 )
-def test_a_process_ends_with_the_message_alone(case: str, right_task: Path, tmp_path: Path) -> None:
+def test_train_script_with_user_error_prints_message_alone(case: str, right_task: Path, tmp_path: Path) -> None:
     mistake = MISTAKES[case]
     argv = write(mistake, right_task, tmp_path)
     code, output = processes([sys.executable, str(ROOT / "train.py"), *argv], tmp_path, mistake)
@@ -264,7 +264,7 @@ def test_a_process_ends_with_the_message_alone(case: str, right_task: Path, tmp_
 
 
 @pytest.mark.parametrize("case", [pytest.param("an abbreviated flag", marks=pytest.mark.long), "a reward that raises"])
-def test_of_two_ranks_one_tells(case: str, right_task: Path, tmp_path: Path) -> None:
+def test_torchrun_with_user_error_reports_it_on_one_rank(case: str, right_task: Path, tmp_path: Path) -> None:
     """Before there is a group every rank finds it; after that rank 0 alone does, and the other one raises the same."""
     mistake = MISTAKES[case]
     argv = write(mistake, right_task, tmp_path)
@@ -305,7 +305,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_what_is_right_gets_as_far_as_the_engines(
+def test_main_with_valid_task_reaches_engine_start(
     case: str, right_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class EngineStartsError(Exception):

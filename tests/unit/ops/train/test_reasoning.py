@@ -26,7 +26,7 @@ def score(row: dict[str, Any], text: Any) -> float:
     return found
 
 
-def test_rows_are_the_same_in_every_run_and_others_with_another_seed() -> None:
+def test_load_tasks_is_reproducible_by_seed() -> None:
     first, again, other = load(), load(), load(seed=2)
     assert first["train"].to_list() == again["train"].to_list()
     assert first["test"].to_list() == again["test"].to_list()
@@ -36,7 +36,7 @@ def test_rows_are_the_same_in_every_run_and_others_with_another_seed() -> None:
     assert first["train"].column_names == ["prompt", "answer", "task", "metadata"]
 
 
-def test_no_question_that_is_trained_on_is_held_out() -> None:
+def test_load_tasks_with_few_questions_keeps_splits_disjoint() -> None:
     """Of a task with so few that many would be."""
     data = load_tasks("reasoning_gym:chain_sum", size=60, test_size=40, seed=1, settings=SMALL)
     assert not {*data["train"]["prompt"]} & {*data["test"]["prompt"]}
@@ -45,7 +45,7 @@ def test_no_question_that_is_trained_on_is_held_out() -> None:
         load_tasks("reasoning_gym:chain_sum", size=5000, test_size=40, seed=1, settings=SMALL)
 
 
-def test_difficulty_is_what_is_set() -> None:
+def test_load_tasks_with_settings_sets_difficulty() -> None:
     for prompt in load_tasks("reasoning_gym:chain_sum", size=9, test_size=1, seed=1, settings=SMALL)["train"]["prompt"]:
         assert len(prompt.partition(": ")[2].split()) == 4  # a, sign, b, =
 
@@ -58,13 +58,13 @@ def test_difficulty_is_what_is_set() -> None:
         ({"chain_sum": {"min_terms": 9, "max_terms": 2}}, r"cannot make chain_sum with the settings"),
     ],
 )
-def test_settings_that_are_none(settings: Any, message: str) -> None:
+def test_load_tasks_with_invalid_settings_raises(settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(settings=settings)
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "leg_counting", "gsm_symbolic", "knights_knaves", "sokoban", "rearc"])
-def test_the_tasks_own_scorer_has_the_answer_alone(task: str) -> None:
+def test_reasoning_gym_answer_scores_extracted_answer_alone(task: str) -> None:
     """Also where the library's scorer would be content with a text that holds the answer somewhere."""
     (row,) = load_tasks(f"reasoning_gym:{task}", size=1, test_size=1, seed=3, settings={})["train"].to_list()
     right = row["answer"]
@@ -76,7 +76,7 @@ def test_the_tasks_own_scorer_has_the_answer_alone(task: str) -> None:
     assert score(row, "") < 1.0
 
 
-def test_an_answer_that_a_scorer_cannot_read_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_gym_answer_after_scorer_error_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     def raises(answer: Any, entry: Any) -> float:
         raise KeyError(answer)
 
@@ -84,13 +84,13 @@ def test_an_answer_that_a_scorer_cannot_read_counts_nothing(monkeypatch: pytest.
     assert score({"answer": "1", "metadata": "{}", "task": "chain_sum"}, "1") == 0.0
 
 
-def test_what_is_taken_out() -> None:
+def test_extract_answer_takes_last_marked_answer() -> None:
     assert extract_answer("<answer>1</answer> or <answer>\n2 </answer> or 3") == "2"
     assert extract_answer(r"\boxed{4} <answer>5") == "4"
     assert extract_answer(" 6\n") == "6"
 
 
-def test_names_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_of_invalid_names_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"has no task 'chain_sun' \(did you mean chain_sum\?\)"):
         tasks_of("reasoning_gym:chain_sun")
     with pytest.raises(ValueError, match="name tasks behind the colon"):
@@ -103,7 +103,7 @@ def test_names_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
         tasks_of("reasoning_gym:chain_sum")
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_reasoning_options_on_command_line_shape_data(tmp_path: Path) -> None:
     argv = [
         *(*ON_CPU, "--output_dir", str(tmp_path), "--dataset_name", "reasoning_gym:chain_sum"),
         *("--dataset_size", "12", "--dataset_test_size", "3", "--dataset_seed", "7", "--eval_strategy", "steps"),
@@ -124,7 +124,7 @@ def test_the_command_line(tmp_path: Path) -> None:
         parse_arguments([*argv, "--task_settings", "[1]"])
 
 
-def test_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chain_sum_recipe_loads_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Path(__file__).resolve().parents[4] / "configs" / "train" / "chain_sum.yaml"
     monkeypatch.chdir(tmp_path)
     arguments = parse_arguments(["--config", str(recipe), "--use_cpu"])

@@ -96,7 +96,7 @@ def plan(recipe: str, at: Place, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_it_is_planned_wherever_it_is_meant_for_with_the_same_step(
+def test_plan_of_recipe_at_each_scale_keeps_step_and_matches_docs(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings, places = settings_of(recipe), places_of(recipe)
@@ -122,7 +122,7 @@ def test_it_is_planned_wherever_it_is_meant_for_with_the_same_step(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_another_number_of_ranks_makes_the_same_step_too(
+def test_arguments_of_recipe_with_other_ranks_keep_step_size(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With 6 and with 7 ranks on each of 4 nodes, or with 4 on 1, 2, 4 and 8. LoRA is for fewer."""
@@ -148,7 +148,7 @@ def head_of(recipe: str) -> Place:
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "gsm8k_qwen2.5_7b"])
-def test_a_recipe_follows_its_own_plan(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_head_command_is_near_best_plan(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On H100s, as its head starts it, its step is within 25 % of the shortest by the number of inference GPUs."""
     found = plan(recipe, head_of(recipe), tmp_path, capsys, "--gpu", "h100")
     assert (found["errors"], found["warnings"]) == ([], [])
@@ -161,7 +161,9 @@ def with_ranks(count: int) -> Any:
     return type("Config", (PlannedConfig,), {"launcher": Launcher(num_processes=count, num_machines=1)})
 
 
-def test_the_plan_refuses_what_the_trainer_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_indivisible_completions_per_step_reports_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = plan("gsm8k_qwen2.5_0.5b", Place(launcher="4node.yaml", nodes=1, ranks=5), tmp_path, capsys)
     assert any(
         "completions_per_step is 1344, which is no whole number of micro-batches of 40" in e for e in found["errors"]
@@ -169,7 +171,7 @@ def test_the_plan_refuses_what_the_trainer_refuses(tmp_path: Path, capsys: pytes
     assert any("set it to 1320 or 1360" in error for error in found["errors"])
 
 
-def test_32b_on_one_node_without_offload_is_refused_with_what_to_do(
+def test_plan_of_32b_on_one_node_without_offload_names_offload(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = plan("gsm8k_qwen2.5_32b", Place(launcher="4node_tp2.yaml", nodes=1, ranks=6), tmp_path, capsys)
@@ -187,7 +189,7 @@ def arguments_of(recipe: str, folder: Path, *words: str) -> Arguments:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_its_data_become_prompts_and_its_rewards_tell_right_from_wrong(recipe: str, tmp_path: Path) -> None:
+def test_recipe_data_and_rewards_score_right_above_wrong(recipe: str, tmp_path: Path) -> None:
     arguments = arguments_of(recipe, tmp_path)
     rows = load_data(arguments)["train"]
     assert len(rows) == len(RECIPES[recipe][1])
@@ -220,7 +222,7 @@ def test_its_data_become_prompts_and_its_rewards_tell_right_from_wrong(recipe: s
         ("verifiable_code", CODE[0], None),
     ],
 )
-def test_every_adapter_reads_its_rows(adapter: str, row: dict[str, Any], solution: str | None) -> None:
+def test_dataset_adapter_makes_prompt_and_solution(adapter: str, row: dict[str, Any], solution: str | None) -> None:
     assert set(ADAPTERS[adapter].columns) <= row.keys()
     made = ADAPTERS[adapter].to_prompt(row)
     assert made.get("solution") == solution
@@ -228,18 +230,18 @@ def test_every_adapter_reads_its_rows(adapter: str, row: dict[str, Any], solutio
     assert len(made) == 2
 
 
-def test_every_adapter_is_tested() -> None:
+def test_dataset_adapters_are_all_tested() -> None:
     assert {"gsm8k", "sanity_math", "dapo_math", "boxed_math", "verifiable_code"} == set(ADAPTERS)
 
 
-def test_the_last_box_is_the_answer() -> None:
+def test_last_boxed_returns_last_answer() -> None:
     assert last_boxed(r"\boxed{1} or \boxed{\frac{a}{b^{2}}}, I think {x}") == r"\frac{a}{b^{2}}"
     for text in ("none", r"\boxed{never closed {"):
         with pytest.raises(ValueError, match="has no answer in"):
             last_boxed(text)
 
 
-def test_a_data_set_of_another_form_is_reported(tmp_path: Path) -> None:
+def test_dataset_adapter_with_wrong_data_or_name_raises(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", GSM8K)
     argv = ["--model_name_or_path", "x/y", *ON_CPU, "--dataset_name", str(data), "--dataset_adapter"]
     with pytest.raises(
@@ -300,7 +302,7 @@ def train(recipe: str, model: Path, folder: Path, **settings: Any) -> GRPOTraine
 @pytest.mark.parametrize(
     "recipe", [each if each in TRAINED else pytest.param(each, marks=pytest.mark.long) for each in RECIPES]
 )
-def test_two_steps_and_a_resume(recipe: str, small_models: dict[str, Path], tmp_path: Path) -> None:
+def test_recipe_trains_two_steps_and_resumes(recipe: str, small_models: dict[str, Path], tmp_path: Path) -> None:
     small_model = small_models["qwen3_5" if "qwen3.5" in recipe else "qwen2"]
     trainer = train(recipe, small_model, tmp_path, max_steps=2)
     assert trainer.args.gradient_accumulation_steps == 2, "32 completions in micro-batches of 16"

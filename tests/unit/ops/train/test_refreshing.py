@@ -50,23 +50,23 @@ def run(folder: Path, every_s: float, ends: BaseException | None = None) -> Trai
     return trainer
 
 
-def test_a_page_while_it_trains_and_one_of_the_end(tmp_path: Path) -> None:
+def test_report_every_s_writes_page_in_training_and_at_end(tmp_path: Path) -> None:
     run(tmp_path / "run", 1e-9)
     assert (tmp_path / "run" / "logs" / "report.log").read_text().count("report.html") == 2
     assert ">finished<" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_a_run_that_is_ended_waits_for_no_page(tmp_path: Path) -> None:
+def test_report_every_s_on_system_exit_writes_no_page(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         run(tmp_path / "run", 1e-9, SystemExit(85))
     assert not (tmp_path / "run" / "report.html").exists()
 
 
-def test_nobody_asked_for_it(tmp_path: Path) -> None:
+def test_report_every_s_of_zero_writes_no_page(tmp_path: Path) -> None:
     assert run(tmp_path / "run", 0.0).pages is None
     assert not (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_wrong_interval_is_refused() -> None:
+def test_report_every_s_below_zero_raises() -> None:
     with pytest.raises(ValueError, match=r"report_every_s is -1.0; it must be 0 or more"):
         GRPOScriptArguments(report_every_s=-1.0)

@@ -20,7 +20,7 @@ from tests.support.sandboxed import SMALL, outcome
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
-def test_a_program_reads_and_writes(isolated: bool) -> None:
+def test_run_program_returns_output_and_exit_code(isolated: bool) -> None:
     ended = outcome("import sys, json\nprint(sum(map(int, sys.stdin.read().split())))", isolated, b"1 2\n39\n")
     assert ended == Outcome(code=0, output=b"42\n")
     assert outcome("raise SystemExit(3)", isolated).code == 3
@@ -28,7 +28,7 @@ def test_a_program_reads_and_writes(isolated: bool) -> None:
     assert outcome("print('ä\\ud800')", isolated).code == 1, "a broken text is the program's own error"
 
 
-def test_python_may_lie_where_the_program_gets_its_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sandbox_with_python_below_its_folders_runs_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Below /tmp, or below /work: this one's own prefix is shown, too, and another one there."""
     child, prefix = tmp_path / "child.py", os.path.realpath(sys.base_prefix)
     own = sandbox._CHILD.read_text()
@@ -43,7 +43,7 @@ def test_python_may_lie_where_the_program_gets_its_folders(monkeypatch: pytest.M
         os.rmdir(sys.base_prefix)
 
 
-def test_an_endless_loop_has_a_deadline_of_cpu_and_of_wall(isolated: bool) -> None:
+def test_run_program_without_end_stops_at_cpu_and_wall_limits(isolated: bool) -> None:
     assert outcome("while True: pass", isolated, cpu_s=1).code == -9
     begun = time.monotonic()
     ended = outcome("import time\ntime.sleep(600)", isolated, wall_s=0.5)
@@ -51,17 +51,17 @@ def test_an_endless_loop_has_a_deadline_of_cpu_and_of_wall(isolated: bool) -> No
     assert time.monotonic() - begun < 15
 
 
-def test_a_huge_allocation_fails_alone(isolated: bool) -> None:
+def test_run_program_with_huge_allocation_raises_inside_program(isolated: bool) -> None:
     ended = outcome("try:\n  bytearray(10**11)\nexcept MemoryError:\n  print('no')", isolated)
     assert ended.output == b"no\n"
 
 
-def test_output_is_cut_and_its_writer_ended(isolated: bool) -> None:
+def test_run_program_beyond_output_limit_cuts_output_and_ends(isolated: bool) -> None:
     ended = outcome("for _ in range(1000): print('x' * 100_000)", isolated)  # 100 MB
     assert (ended.code, ended.why, len(ended.output)) == (None, "output", SMALL.output_bytes)
 
 
-def test_files_are_bounded(isolated: bool) -> None:
+def test_run_program_beyond_file_limit_fails(isolated: bool) -> None:
     ended = outcome("open('big', 'wb').write(bytes(2**21))", isolated)
     assert ended.code != 0
     assert outcome("open('small', 'w').write('x')\nprint(open('small').read())", isolated).output == b"x\n"
@@ -81,14 +81,14 @@ print(made, flush=True)
 """
 
 
-def test_processes_are_counted_where_there_are_namespaces_and_end_with_the_program() -> None:
+def test_sandbox_with_forking_program_limits_and_ends_processes() -> None:
     assert must_isolate()
     ended = outcome(FORKS, True)
     assert 0 < int(ended.output) < SMALL.processes
     assert ended.code == 0
 
 
-def test_a_program_that_forks_and_leaves_its_session_leaves_nobody_behind(isolated: bool, tmp_path: Path) -> None:
+def test_run_program_with_detached_child_leaves_no_process(isolated: bool, tmp_path: Path) -> None:
     """Its child is in a session of its own and no child of anybody's that waits."""
     leaver = """
 import os
@@ -105,7 +105,7 @@ print("gone")
     assert not any("601.5" in (each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
 
 
-def test_what_a_sandboxed_program_can_reach(tmp_path: Path) -> None:
+def test_sandbox_denies_files_network_and_privileges(tmp_path: Path) -> None:
     assert must_isolate()
     (tmp_path / "secret").write_text("token")
     os.chmod(tmp_path, 0o777)
@@ -134,7 +134,7 @@ print(os.environ.get("HOME"), os.getcwd(), len(socket.if_nameindex()))
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
 
 
-def test_it_ends_with_the_trainer(tmp_path: Path) -> None:
+def test_sandbox_after_trainer_kill_ends(tmp_path: Path) -> None:
     """The one that started it is killed, and can clean nothing up."""
     code = (
         "from grpo.ops.train.sandbox import *\n"
@@ -166,7 +166,7 @@ REFUSED = Outcome(code=None, output=b"", why="Refused: unshare: Operation not pe
 
 
 @pytest.mark.usefixtures("nothing_is_known")
-def test_a_machine_without_a_sandbox_is_refused_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_must_isolate_without_sandbox_raises_unless_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "run_program", lambda *_: REFUSED)
     with pytest.raises(ValueError, match=r"unshare: Operation not permitted.*GRPO-630.*user namespaces.*UNISOLATED=1"):
         must_isolate()
@@ -177,7 +177,7 @@ def test_a_machine_without_a_sandbox_is_refused_unless_somebody_says_otherwise(m
 
 
 @pytest.mark.usefixtures("nothing_is_known")
-def test_the_variable_opens_no_sandbox_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_must_isolate_with_working_sandbox_ignores_override(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(sandbox.UNISOLATED, "1")
     assert must_isolate()
     must_isolate.cache_clear()
@@ -187,7 +187,7 @@ def test_the_variable_opens_no_sandbox_that_works(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("nothing_is_known")
-def test_without_a_filter_of_system_calls_there_is_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_must_isolate_without_seccomp_filter_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "seccomp_filter", lambda *_, **__: None)
     with pytest.raises(ValueError, match=r"no filter of system calls is known for .*GRPO-630"):
         must_isolate()
@@ -195,7 +195,7 @@ def test_without_a_filter_of_system_calls_there_is_no_sandbox(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("nothing_is_known")
-def test_a_reward_for_code_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_arguments_of_code_reward_without_sandbox_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "run_program", lambda *_: REFUSED)
     monkeypatch.setattr("grpo.ops.train.checks.CHECKS", ())
     script = SimpleNamespace(reward_model_name_or_path=None, reward_funcs=["exact_match", "code_reward"])
@@ -212,7 +212,7 @@ def test_a_reward_for_code_is_refused_before_anything_starts(monkeypatch: pytest
     ],
 )
 @pytest.mark.usefixtures("nothing_is_known")
-def test_what_the_kernel_refuses_is_no_sandbox(
+def test_must_isolate_after_kernel_refusal_raises(
     line: str, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = sandbox._CHILD.read_text()
@@ -232,7 +232,9 @@ def test_what_the_kernel_refuses_is_no_sandbox(
     ],
 )
 @pytest.mark.usefixtures("nothing_is_known")
-def test_a_trial_that_fails_otherwise_opens_nothing(ended: Outcome, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_must_isolate_after_failed_trial_raises_and_tries_again(
+    ended: Outcome, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model's programs would have this user's files and the network in reach, for a machine that was slow once."""
     ends = iter([ended, Outcome(code=0, output=b"42\n")])
     monkeypatch.setattr(sandbox, "run_program", lambda *_: next(ends))

@@ -31,7 +31,7 @@ while pid > 1:
 """
 
 
-def test_a_token_in_the_environment_of_the_job_is_out_of_reach() -> None:
+def test_sandbox_hides_token_in_job_environment() -> None:
     """And where limits are all, which somebody has to have said, it is not: the attack works."""
     script = (
         "import sys\nfrom grpo.ops.train.sandbox import run_program\nfor isolated in (True, False):\n"
@@ -46,7 +46,7 @@ def test_a_token_in_the_environment_of_the_job_is_out_of_reach() -> None:
     assert "hf_of_the_rank" in limits_alone
 
 
-def test_a_daemon_that_kills_its_keeper_does_not_stay(isolated: bool) -> None:
+def test_run_program_with_keeper_killing_daemon_leaves_no_process(isolated: bool) -> None:
     source = """
 import os, signal, sys, time
 if os.fork() == 0:
@@ -104,12 +104,12 @@ for name, attempt in calls.items():
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of the program are those of x86_64")
-def test_memory_that_no_limit_counts_cannot_be_had(isolated: bool) -> None:
+def test_system_calls_for_uncounted_memory_are_refused(isolated: bool) -> None:
     """A program held 768 MiB of shared memory, or 600 MiB of memfds, at a limit of 128."""
     assert outcome(MEMORY, isolated) == Outcome(code=0, output=b"")
 
 
-def test_files_in_memory_are_few_and_small_together() -> None:
+def test_files_in_memory_are_limited_in_number_and_size() -> None:
     source = """
 def fill(size):
     made = 0
@@ -158,7 +158,7 @@ print(held)
 
 
 @pytest.mark.parametrize("source", [MANY_PROCESSES, FILES_IN_MEMORY], ids=["processes", "files"])
-def test_what_no_process_holds_alone_is_limited_by_a_control_group(
+def test_control_group_limits_memory_of_processes_and_files_together(
     source: str, place: GroupPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """600 MiB at a limit of 128, which each process keeps to."""
@@ -170,7 +170,7 @@ def test_what_no_process_holds_alone_is_limited_by_a_control_group(
     assert outcome(source, True, **limits) == Outcome(code=0, output=b"600\n"), "without a group the attack works"
 
 
-def test_buffers_of_pipes_are_small(isolated: bool) -> None:
+def test_pipe_buffers_hold_bounded_memory(isolated: bool) -> None:
     source = """
 import os
 held = 0
@@ -213,18 +213,18 @@ raise SystemExit(7)
 """
 
 
-def test_a_program_cannot_say_how_it_ended(isolated: bool) -> None:
+def test_outcome_of_program_forging_status_is_unchanged(isolated: bool) -> None:
     """Neither by what it has inherited, nor by what its keeper holds."""
     assert outcome(SAYS_HOW_IT_ENDED, isolated) == Outcome(code=7, output=b"")
 
 
 @pytest.mark.parametrize("said", [b"no JSON", b'{"code": 0}{"code": 0}', b"[" * 60_000, b"42", b"\xff", b""])
-def test_an_answer_that_is_none_ends_no_training(said: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outcome_with_malformed_status_is_killed(said: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer_by(f"os.write(json.loads(sys.argv[1])['status_fd'], {said!r})", tmp_path, monkeypatch)
     assert outcome("", True) == Outcome(code=None, output=b"", why="it was killed")
 
 
-def test_nobody_waits_for_an_answer_that_is_held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outcome_with_withheld_status_is_killed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that counts is gone, and another holds its socket."""
     answer_by("os.fork() or (os.close(1), __import__('time').sleep(600))", tmp_path, monkeypatch)
     before = set(psutil.Process().children(recursive=True))
@@ -240,7 +240,7 @@ def answer_by(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_CHILD", folder / "child.py")
 
 
-def test_what_a_program_is_given_cannot_be_written_to(isolated: bool) -> None:
+def test_stdin_of_program_is_read_only(isolated: bool) -> None:
     source = """
 import os
 print(os.read(0, 9))
@@ -252,7 +252,7 @@ except OSError as error:
     assert outcome(source, isolated, b"given").output == b"b'given'\n9\n"
 
 
-def test_without_mount_setattr_all_that_is_shown_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandbox_without_mount_setattr_mounts_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As before Linux 5.12."""
     own = sandbox._CHILD.read_text()
     assert own.count("MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY_NOSUID = 442") == 1
@@ -288,7 +288,7 @@ READ_KILL_SHMGET_FCNTL = {"x86_64": (0xC000003E, 0, 62, 29, 72), "aarch64": (0xC
 
 
 @pytest.mark.parametrize("machine", READ_KILL_SHMGET_FCNTL)
-def test_the_filter_knows_both_architectures(machine: str) -> None:
+def test_seccomp_filter_covers_both_architectures(machine: str) -> None:
     own, read, kill, shmget, fcntl = READ_KILL_SHMGET_FCNTL[machine]
     inside, outside = (seccomp_filter(machine, isolated=isolated) for isolated in (True, False))
     assert inside is not None

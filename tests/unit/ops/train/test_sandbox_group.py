@@ -33,7 +33,7 @@ OF_V1, OF_V2 = "9:name=systemd:/\n4:cpu,cpuacct:/\n3:memory:/pod/job\n0::/\n", "
         pytest.param(OF_V2, "", [], id="no mounts"),
     ],
 )
-def test_what_is_asked_for_a_group(cgroups: str, mountinfo: str, asked: list[str]) -> None:
+def test_find_place_tries_control_groups_in_order(cgroups: str, mountinfo: str, asked: list[str]) -> None:
     """In this order, and the first that can limit is taken."""
     seen: list[str] = []
 
@@ -66,7 +66,9 @@ def test_what_is_asked_for_a_group(cgroups: str, mountinfo: str, asked: list[str
         ),
     ],
 )
-def test_limits_of_both_versions(version: int, names: list[str], expected: dict[str, str], tmp_path: Path) -> None:
+def test_set_limits_writes_files_of_both_versions(
+    version: int, names: list[str], expected: dict[str, str], tmp_path: Path
+) -> None:
     for name in names:
         (tmp_path / name).write_text("max\n")
     set_limits(tmp_path, version, 5000)
@@ -74,7 +76,7 @@ def test_limits_of_both_versions(version: int, names: list[str], expected: dict[
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_folder_without_the_controller_is_no_place(version: int, tmp_path: Path) -> None:
+def test_program_group_without_memory_controller_raises(version: int, tmp_path: Path) -> None:
     """As where `memory` is not in `cgroup.subtree_control`: a group is made there, and takes no limit."""
     there = GroupPlace(folder=tmp_path, version=version)
     with pytest.raises(FileNotFoundError, match="memory"), program_group(there, 5000):
@@ -84,7 +86,7 @@ def test_a_folder_without_the_controller_is_no_place(version: int, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("nothing_is_left")
-def test_a_group_that_cannot_be_made_is_not_the_programs_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_program_without_its_control_group_reports_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is in force is not given up for one program."""
     monkeypatch.setattr(sandbox, "own_place", lambda: GroupPlace(folder=tmp_path / "gone", version=1))
     ended = outcome("print(42)", True)
@@ -93,7 +95,7 @@ def test_a_group_that_cannot_be_made_is_not_the_programs_fault(tmp_path: Path, m
 
 
 @pytest.mark.usefixtures("nothing_is_left")
-def test_a_program_is_where_its_memory_is_counted(place: GroupPlace) -> None:
+def test_program_group_holds_process_under_its_limit(place: GroupPlace) -> None:
     with program_group(place, 2**27) as group:
         assert (group / sandbox_group._LIMIT[place.version]).read_text() == f"{2**27}\n"
         read = ["/bin/sh", "-c", 'echo 0 > "$0" && cat /proc/self/cgroup', entrance(group)]
@@ -102,7 +104,7 @@ def test_a_program_is_where_its_memory_is_counted(place: GroupPlace) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_left")
-def test_groups_of_the_dead_are_removed_and_no_others(place: GroupPlace, caplog: pytest.LogCaptureFixture) -> None:
+def test_own_place_removes_groups_of_dead_processes_alone(place: GroupPlace, caplog: pytest.LogCaptureFixture) -> None:
     stale = Path(tempfile.mkdtemp(prefix=f"{PREFIX}1-", dir=place.folder))
     with program_group(place, 2**27) as group, caplog.at_level(logging.INFO):
         own_place.cache_clear()
@@ -111,7 +113,7 @@ def test_groups_of_the_dead_are_removed_and_no_others(place: GroupPlace, caplog:
     assert f"memory is limited by control groups below {place.folder}" in caplog.text
 
 
-def test_a_group_that_does_not_empty_is_named(
+def test_program_group_still_in_use_is_logged_and_removed_later(
     place: GroupPlace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox_group, "_REMOVAL_S", 0.1)
@@ -128,7 +130,9 @@ def test_a_group_that_does_not_empty_is_named(
     assert not group.exists()
 
 
-def test_a_machine_without_groups_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_place_without_control_groups_logs_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sandbox_group, "find_place", lambda *_, **__: None)
     own_place.cache_clear()
     try:

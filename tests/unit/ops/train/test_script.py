@@ -70,7 +70,7 @@ def write_yaml(path: Path, text: str) -> list[str]:
 # Which task, which settings
 
 
-def test_no_model_is_the_demo():
+def test_parse_arguments_without_model_selects_demo():
     arguments = parse_arguments([])
     assert arguments.is_demo
     for name, value in DEMO_DEFAULTS.items():
@@ -85,7 +85,7 @@ def test_no_model_is_the_demo():
     assert (arguments.training.use_vllm, arguments.training.vllm_mode) == (True, "local")
 
 
-def test_flags_win_over_yaml_and_yaml_over_the_demo(tmp_path: Path):
+def test_parse_arguments_prefers_flags_to_yaml_to_demo(tmp_path: Path):
     config = write_yaml(tmp_path / "c.yaml", "max_steps: 7\nlearning_rate: 1e-5\nreward_funcs: think_format_reward\n")
     arguments = parse_arguments([*config, "--learning_rate", "2e-5", "--output_dir", "elsewhere"])
     assert arguments.is_demo
@@ -97,7 +97,7 @@ def test_flags_win_over_yaml_and_yaml_over_the_demo(tmp_path: Path):
 
 
 @pytest.mark.parametrize("where", ["flag", "flag=", "yaml", "yaml="])
-def test_a_model_anywhere_is_no_demo(tmp_path: Path, where: str):
+def test_parse_arguments_with_model_is_no_demo(tmp_path: Path, where: str):
     config = write_yaml(tmp_path / "c.yaml", "use_cpu: true\nbf16: false\nmodel_name_or_path: some/model\n")
     argv = {
         "flag": MODEL,
@@ -112,7 +112,7 @@ def test_a_model_anywhere_is_no_demo(tmp_path: Path, where: str):
     assert arguments.script.reward_funcs is None
 
 
-def test_demo_batch_follows_the_world(monkeypatch: pytest.MonkeyPatch):
+def test_demo_defaults_scale_batch_with_world_size(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"RANK": 3, "WORLD_SIZE": 28, "LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 7}.items():
         monkeypatch.setenv(name, str(value))
     assert demo_defaults(world_size=read_launch(os.environ).world_size) == DEMO_DEFAULTS | {
@@ -121,7 +121,7 @@ def test_demo_batch_follows_the_world(monkeypatch: pytest.MonkeyPatch):
     }
 
 
-def test_unknown_flags_and_keys_are_named(tmp_path: Path):
+def test_parse_arguments_with_unknown_options_names_them(tmp_path: Path):
     with pytest.raises(ValueError, match=r"unknown arguments: --learning_rte \(did you mean --learning_rate\?\)\. "):
         parse_arguments([*MODEL, "--learning_rte", "1e-5"])
     config = write_yaml(tmp_path / "c.yaml", "nun_generations: 4\n")
@@ -131,7 +131,7 @@ def test_unknown_flags_and_keys_are_named(tmp_path: Path):
         parse_arguments([*MODEL, "stray"])
 
 
-def test_environment_of_a_yaml_file_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_parse_arguments_with_env_in_yaml_sets_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OF_A_RECIPE", "old")
     parse_arguments(write_yaml(tmp_path / "c.yaml", "env:\n  OF_A_RECIPE: new\n"))
     assert os.environ["OF_A_RECIPE"] == "new"
@@ -141,7 +141,7 @@ def test_environment_of_a_yaml_file_is_set(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
-def test_a_local_file(tmp_path: Path, suffix: str):
+def test_load_data_of_local_file_reads_rows(tmp_path: Path, suffix: str):
     path = tmp_path / f"rows{suffix}"
     {
         ".jsonl": lambda: write_jsonl(path, ROWS),
@@ -154,14 +154,14 @@ def test_a_local_file(tmp_path: Path, suffix: str):
     assert dataset["train"]["prompt"] == [row["prompt"] for row in ROWS]
 
 
-def test_a_local_folder_has_the_splits_of_its_files(tmp_path: Path):
+def test_load_data_of_local_folder_reads_splits(tmp_path: Path):
     write_jsonl(tmp_path / "data" / "train.jsonl", ROWS)
     write_jsonl(tmp_path / "data" / "test.jsonl", ROWS[:2])
     dataset = load_data(parse_arguments([*MODEL, "--dataset_name", str(tmp_path / "data")]))
     assert {split: len(dataset[split]) for split in dataset} == {"train": 6, "test": 2}
 
 
-def test_columns_and_system_prompt(tmp_path: Path):
+def test_load_data_renames_columns_and_adds_system_prompt(tmp_path: Path):
     path = write_jsonl(tmp_path / "q.jsonl", [{"question": "1+1?", "answer": "#### 2"}])
     rename = '{"question": "prompt", "answer": "solution"}'
     argv = [*MODEL, "--dataset_name", str(path), "--dataset_columns", rename, "--system_prompt", "Think."]
@@ -175,7 +175,7 @@ def test_columns_and_system_prompt(tmp_path: Path):
         load_data(parse_arguments(argv))
 
 
-def test_a_mixture_is_split_the_same_on_every_rank(tmp_path: Path):
+def test_load_data_of_mixture_splits_reproducibly(tmp_path: Path):
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS * 10)
     text = f"datasets:\n  - path: json\n    data_files: {path}\n    split: train\ntest_split_size: 0.5\n"
     arguments = parse_arguments([*MODEL, *write_yaml(tmp_path / "c.yaml", text)])
@@ -185,17 +185,17 @@ def test_a_mixture_is_split_the_same_on_every_rank(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "./absent", "/absent/folder", "a/b/c", "data/absent.parquet"])
-def test_a_local_path_that_does_not_exist(name: str):
+def test_local_data_of_missing_path_raises(name: str):
     with pytest.raises(ValueError, match=r"does not exist: a data set is a Hub id such as"):
         local_data(name)
 
 
-def test_names_that_are_hub_ids():
+def test_local_data_of_hub_id_returns_none():
     assert local_data("openai/gsm8k") is None
     assert local_data("imdb") is None
 
 
-def test_local_paths_without_data(tmp_path: Path):
+def test_local_data_of_path_without_data_raises(tmp_path: Path):
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(ValueError, match=r"the file .*notes.txt, but only .json, .jsonl, .csv, .parquet"):
         local_data(str(tmp_path / "notes.txt"))
@@ -203,7 +203,7 @@ def test_local_paths_without_data(tmp_path: Path):
         local_data(str(tmp_path))
 
 
-def test_no_data_at_all():
+def test_check_task_without_data_raises():
     with pytest.raises(ValueError, match="name it with --dataset_name"):
         check_task(parse_arguments(MODEL))
 
@@ -212,7 +212,7 @@ def test_no_data_at_all():
 
 
 @pytest.mark.usefixtures("fake_trainer")
-def test_a_named_model_is_trained_saved_and_not_pushed(tmp_path: Path):
+def test_run_with_model_trains_and_saves_without_push_to_hub(tmp_path: Path):
     write_jsonl(tmp_path / "data" / "train.jsonl", ROWS)
     write_jsonl(tmp_path / "data" / "test.jsonl", ROWS[:2])
     argv = [*MODEL, "--dataset_name", str(tmp_path / "data"), "--reward_funcs", "exact_match", "--output_dir", "o"]
@@ -228,20 +228,20 @@ def test_a_named_model_is_trained_saved_and_not_pushed(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("fake_trainer")
-def test_a_split_that_is_not_there_is_named(tmp_path: Path):
+def test_run_with_missing_test_split_raises(tmp_path: Path):
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     argv = [*MODEL, "--dataset_name", str(path), "--reward_funcs", "exact_match"]
     with pytest.raises(ValueError, match=r"dataset_test_split is 'test', but the data set has the splits 'train'"):
         run(parse_arguments([*argv, "--eval_strategy", "steps", "--eval_steps", "5"]))
 
 
-def test_nothing_to_score_with():
+def test_rewards_of_task_without_rewards_raises():
     with pytest.raises(ValueError, match="name reward functions with --reward_funcs"):
         rewards_of(parse_arguments([*MODEL, "--dataset_name", "x"]))
 
 
 @pytest.mark.usefixtures("fake_trainer")
-def test_the_demo_says_what_it_is_and_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_run_demo_prints_summary_and_saves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture):
     arguments = parse_arguments(["--output_dir", str(tmp_path), "--eval_strategy", "steps"])
     trainer = run_demo(arguments)
     assert trainer.model == str(demo.MODEL)
@@ -255,12 +255,12 @@ def test_the_demo_says_what_it_is_and_ends_with_one_line(tmp_path: Path, capsys:
     assert came_of_it == "demo: reward 0.500 -> 0.500 (means of the first 1 and the last 4 steps), 5 steps in 2 s"
 
 
-def test_a_data_set_without_a_model_is_a_mistake():
+def test_check_task_of_data_without_model_raises():
     with pytest.raises(ValueError, match="name one with --model_name_or_path"):
         check_task(parse_arguments(["--dataset_name", "openai/gsm8k"]))
 
 
-def test_demo_summary_takes_the_first_10_and_the_last_20_steps():
+def test_demo_summary_averages_first_10_and_last_20_steps():
     history = [{"step": step, "reward": step / 100} for step in range(5, 101, 5)]
     history.insert(3, {"step": 15, "eval_reward": 9.0})
     history.append({"step": 100, "train_runtime": 50.0})
@@ -269,19 +269,21 @@ def test_demo_summary_takes_the_first_10_and_the_last_20_steps():
     assert line.endswith("100 steps in 50 s")
 
 
-def test_demo_summary_of_a_later_attempt():
+def test_demo_summary_of_later_attempt_counts_its_steps():
     history = [{"step": step, "reward": 0.5} for step in range(1, 31)]
     line = demo_summary([*history, {"step": 30, "train_runtime": 10.0}], first_step=20)
     assert line.endswith("10 steps to step 30 in 10 s")
 
 
-def test_demo_summary_of_few_logs():
+def test_demo_summary_of_few_logs_reports_them_or_none():
     end = {"step": 3, "train_runtime": 1.0}
     assert "reward 0.400 -> 0.400" in demo_summary([{"step": 3, "reward": 0.4}, end])
     assert "none of them logged" in demo_summary([end])
 
 
-def test_help_shows_our_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_train_script_lists_own_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("grpo.engine.early.start_host", lambda: None)
     monkeypatch.setattr("sys.argv", ["train.py", "--help"])
     with pytest.raises(SystemExit) as ended:
@@ -296,12 +298,12 @@ def test_help_shows_our_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert found == ["8", "1e-06"], "what holds for a model, not for the demo"
 
 
-def test_a_models_name_can_be_written_short() -> None:
+def test_parse_arguments_accepts_model_as_short_name() -> None:
     for words in (["--model", "some/model"], ["--model=some/model"]):
         assert parse_arguments([*words, *MODEL[2:]]).model.model_name_or_path == "some/model"
 
 
-def test_resume_can_be_written_short() -> None:
+def test_parse_arguments_accepts_resume_as_short_name() -> None:
     assert parse_arguments([*MODEL, "--resume", "auto"]).training.resume_from_checkpoint == "auto"
 
 
@@ -314,7 +316,7 @@ def test_resume_can_be_written_short() -> None:
         [*MODEL, "--reward_funcs", "exact_match", "--dataset_name", "./nowhere.jsonl"],
     ],
 )
-def test_a_mistake_is_written_down_for_the_scheduler(
+def test_main_with_user_error_writes_run_state(
     mistake: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRPO_JOB", "17")
@@ -327,14 +329,14 @@ def test_a_mistake_is_written_down_for_the_scheduler(
 
 
 @pytest.mark.usefixtures("fake_trainer")
-def test_a_model_is_pushed_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_run_with_push_to_hub_uploads_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(FakeTrainer, "hub_model_id", "me/model", raising=False)
     data = write_jsonl(tmp_path / "q.jsonl", ROWS)
     argv = [*MODEL, "--dataset_name", str(data), "--reward_funcs", "exact_match", "--output_dir", "o", "--push_to_hub"]
     assert run(parse_arguments(argv)).calls[-1] == ("push_to_hub", str(data))
 
 
-def test_a_system_prompt_for_conversations_is_a_mistake(tmp_path: Path):
+def test_load_data_of_conversations_with_system_prompt_raises(tmp_path: Path):
     data = write_jsonl(tmp_path / "q.jsonl", [{"prompt": [{"role": "user", "content": "1+1?"}]}])
     with pytest.raises(ValueError, match="the prompts of the data set are conversations already"):
         load_data(parse_arguments([*MODEL, "--dataset_name", str(data), "--system_prompt", "Think."]))

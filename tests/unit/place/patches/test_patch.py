@@ -42,25 +42,25 @@ def twice(answer: Any) -> Any:
     return lambda worker, output: answer(worker, [output, output])
 
 
-def test_a_method_is_patched_once(library: Any) -> None:
+def test_patch_applied_twice_wraps_method_once(library: Any) -> None:
     for _ in range(2):
         patch_of("Worker.answer", "(self, output)").apply(twice)
     assert library.Worker().answer(1) == [1, 1]
 
 
-def test_a_static_method_stays_one(library: Any) -> None:
+def test_patch_of_static_method_keeps_it_static(library: Any) -> None:
     patch_of("Worker.main", "(*args)").apply(lambda main: lambda *args: main("patched", *args))
     assert library.Worker().main(1) == library.Worker.main(1) == ("patched", 1)
 
 
-def test_an_item_and_a_value(library: Any) -> None:
+def test_patch_of_item_and_value_replaces_them(library: Any) -> None:
     patch_of("options.fast", "bool").apply(lambda _: False)
     patch_of("folder", "str | NoneType").apply(lambda before: before + "/own")
     assert library.options == {"fast": False}
     assert library.folder == "/tmp/own"
 
 
-def test_a_block_ends_with_what_was_there(library: Any) -> None:
+def test_patch_applied_as_block_restores_original(library: Any) -> None:
     before = library.load
     patched = patch_of("load", "(path, *, safe=None, ...)")
 
@@ -78,7 +78,7 @@ def test_a_block_ends_with_what_was_there(library: Any) -> None:
         assert library.load("d") == ("loaded", "d", True)
 
 
-def test_what_was_put_back_by_others_is_patched_again(library: Any) -> None:
+def test_patch_after_external_restore_applies_again(library: Any) -> None:
     before = library.Worker.answer
     patch_of("Worker.answer", "(self, output)").apply(twice)
     library.Worker.answer = before
@@ -98,14 +98,14 @@ def test_what_was_put_back_by_others_is_patched_again(library: Any) -> None:
         ("folder", "nothing", "is there"),
     ],
 )
-def test_another_look_is_an_error(symbol: str, looks: str, why: str, library: Any) -> None:
+def test_patch_of_changed_symbol_raises(symbol: str, looks: str, why: str, library: Any) -> None:
     before = dict(vars(library))
     with pytest.raises(PatchError, match=rf"{why}.*tested with madeup 3, and madeup 3\.1 is here"):
         patch_of(symbol, looks).apply(lambda _: pytest.fail("is not to be patched"))
     assert vars(library) == before
 
 
-def test_source_that_a_patch_builds_on_and_that_is_gone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patch_with_missing_source_text_raises(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "madeup_file.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "madeup_file", raising=False)

@@ -53,7 +53,7 @@ def recorder(folder: Path) -> Recorder:
     return Recorder(timeline_path(folder, 0), AttemptLine(attempt=0, node=0, host="h", time=0.0, ranks=[0]))
 
 
-def test_spans_stand_where_the_gpu_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_on_gpu_place_spans_at_event_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, timeline = Gpu(), recorder(tmp_path)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(gpu))
     phases = Phases(timeline, on_gpu=True)
@@ -86,7 +86,7 @@ def test_spans_stand_where_the_gpu_was(tmp_path: Path, monkeypatch: pytest.Monke
     assert abs(backward.end - (anchored + 4.25)) < 1e-3
 
 
-def test_on_cpus_the_calls_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_on_cpu_measure_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", pytest.fail)
     timeline = recorder(tmp_path)
     phases = Phases(timeline, on_gpu=False)
@@ -97,7 +97,7 @@ def test_on_cpus_the_calls_are_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert [(span.phase, span.on_gpu) for span in spans(tmp_path)] == [(FORWARD, False)]
 
 
-def test_a_rank_without_a_timeline_makes_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_without_timeline_make_no_cuda_events(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options))
     phases = Phases(Recorder(), on_gpu=True)

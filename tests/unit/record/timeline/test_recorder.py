@@ -36,7 +36,7 @@ def attempt(number: int = 0, **more: object) -> AttemptLine:
     return AttemptLine(**fields)  # type: ignore[arg-type]
 
 
-def test_lines_come_back_as_they_were() -> None:
+def test_timeline_line_round_trip_is_exact() -> None:
     for record in (
         attempt(rank_devices=["0", "1"], engine_devices=[["2", "3"], []], clock_offset_s=-0.25),
         Span(attempt=2, lane="engine 0", phase=GENERATE, begin=1.5, end=2.5, step=7, tokens=0, requests=3, on_gpu=True),
@@ -48,7 +48,7 @@ def test_lines_come_back_as_they_were() -> None:
     }  # fmt: skip
 
 
-def test_spans_of_several_threads_and_two_attempts_on_node_0s_clock(tmp_path: Path) -> None:
+def test_recorder_with_threads_and_two_attempts_keeps_all_spans(tmp_path: Path) -> None:
     path = timeline_path(tmp_path, 1)
     for number in (0, 1):
         timeline = Recorder(path, attempt(number, clock_offset_s=100.0))
@@ -75,7 +75,7 @@ def test_spans_of_several_threads_and_two_attempts_on_node_0s_clock(tmp_path: Pa
         assert syncs[0].end - syncs[0].begin == pytest.approx(1.0)
 
 
-def test_it_can_be_read_while_it_is_written(tmp_path: Path) -> None:
+def test_read_timelines_during_recording_finds_spans(tmp_path: Path) -> None:
     timeline = Recorder(timeline_path(tmp_path, 1), attempt())
     timeline.add(SYNC, 1.0, 2.0)
     deadline = time.monotonic() + PATIENCE_S
@@ -85,7 +85,7 @@ def test_it_can_be_read_while_it_is_written(tmp_path: Path) -> None:
     timeline.close()
 
 
-def test_what_a_killed_writer_has_cut_off_costs_one_line(tmp_path: Path) -> None:
+def test_recorder_after_truncated_line_loses_one_line(tmp_path: Path) -> None:
     path = timeline_path(tmp_path, 1)
     path.parent.mkdir()
     path.write_text(to_line(attempt()) + '\n{"kind":"span","att')
@@ -95,7 +95,7 @@ def test_what_a_killed_writer_has_cut_off_costs_one_line(tmp_path: Path) -> None
     assert ([each.attempt for each in read.attempts], read.unreadable) == ([0, 1], 1)
 
 
-def test_lines_that_are_none(tmp_path: Path) -> None:
+def test_read_timelines_counts_unreadable_lines(tmp_path: Path) -> None:
     path = timeline_path(tmp_path, 0)
     path.parent.mkdir()
     path.write_bytes(
@@ -121,7 +121,7 @@ def test_lines_that_are_none(tmp_path: Path) -> None:
         Usage(attempt=0, time=float("inf"), device="0"),
     ],
 )
-def test_a_line_with_fields_of_other_kinds_is_none(record: Line) -> None:
+def test_from_line_with_wrong_field_types_raises(record: Line) -> None:
     with pytest.raises(ValueError, match=r"no (AttemptLine|Span|Usage) of this version"):
         from_line(to_line(record))
 
@@ -136,7 +136,7 @@ timeline.add("train", 1.0, 2.0)
 """
 
 
-def test_a_process_that_ends_without_closing_it_has_written_all(tmp_path: Path) -> None:
+def test_recorder_at_process_exit_writes_all_records(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     command = [sys.executable, "-c", SCRIPT, str(timeline_path(tmp_path, 1))]
     subprocess.run(command, check=True, env=environment, timeout=PATIENCE_S)
@@ -144,7 +144,7 @@ def test_a_process_that_ends_without_closing_it_has_written_all(tmp_path: Path) 
     assert (len(timeline.attempts), len(timeline.spans)) == (1, 1)
 
 
-def test_without_a_path_it_drops_everything() -> None:
+def test_recorder_without_path_drops_records() -> None:
     timeline = Recorder()
     assert not timeline.is_on
     with timeline.span(SCORE):
@@ -153,7 +153,7 @@ def test_without_a_path_it_drops_everything() -> None:
     timeline.close()
 
 
-def test_what_comes_after_the_last_span_is_one_and_what_took_no_time_is_none(tmp_path: Path) -> None:
+def test_recorder_rest_covers_tail_and_drops_empty_spans(tmp_path: Path) -> None:
     timeline = Recorder(timeline_path(tmp_path, 1), attempt())
     with timeline.rest(SCORE):
         with timeline.span(SCORE, name="accuracy"):
@@ -166,7 +166,7 @@ def test_what_comes_after_the_last_span_is_one_and_what_took_no_time_is_none(tmp
     assert (inner.name, sync.lane, rest.phase, rest.name, rest.begin) == ("accuracy", "sync", SCORE, "", inner.end)
 
 
-def test_a_span_that_ends_in_an_error_is_one(tmp_path: Path) -> None:
+def test_recorder_span_with_error_is_recorded(tmp_path: Path) -> None:
     timeline = Recorder(timeline_path(tmp_path, 1), attempt())
 
     def fails() -> None:
@@ -179,9 +179,7 @@ def test_a_span_that_ends_in_an_error_is_one(tmp_path: Path) -> None:
     assert [span.phase for span in read_timelines(tmp_path)[0].spans] == [SYNC]
 
 
-def test_a_timeline_that_cannot_be_written_is_reported_and_ends_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_recorder_with_unwritable_file_reports_and_stops(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     show_log()
     (tmp_path / "timeline").write_text("a file")
     timeline = Recorder(timeline_path(tmp_path, 1), attempt())
@@ -195,7 +193,7 @@ def test_a_timeline_that_cannot_be_written_is_reported_and_ends_nothing(
     assert "node1.jsonl is not written any more" in capfd.readouterr().out
 
 
-def test_the_file_stays_bounded_and_keeps_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorder_over_max_bytes_keeps_newest_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "FLUSH_S", 0.0)
     path = timeline_path(tmp_path, 1)
     monkeypatch.setattr(recorder, "MAX_BYTES", 20_000)
@@ -216,7 +214,7 @@ def test_the_file_stays_bounded_and_keeps_what_is_new(tmp_path: Path, monkeypatc
     assert read.unreadable == 0
 
 
-def test_thinning_takes_whole_steps_and_whole_samples(tmp_path: Path) -> None:
+def test_thin_out_removes_whole_steps_and_samples(tmp_path: Path) -> None:
     """Two phases a step and two devices a sample: by lines it would be always the same one."""
     path = tmp_path / "node0.jsonl"
     lines = [to_line(attempt())]
@@ -238,14 +236,14 @@ def test_thinning_takes_whole_steps_and_whole_samples(tmp_path: Path) -> None:
     assert isinstance(records[0], AttemptLine)
 
 
-def test_thinning_keeps_every_attempt(tmp_path: Path) -> None:
+def test_thin_out_keeps_all_attempt_lines(tmp_path: Path) -> None:
     path = tmp_path / "node0.jsonl"
     path.write_text("".join(to_line(attempt(number)) + "\n" for number in range(10)))
     thin_out(path)
     assert len(path.read_text().splitlines()) == 10
 
 
-def test_times_that_overlap_count_once() -> None:
+def test_covered_counts_overlap_once() -> None:
     assert covered([(5, 6), (0, 2), (1, 3), (3, 4), (0.5, 1)]) == 5
     assert covered([(4, 3), (3, 4)]) == 1, "one that ends before it begins is empty"
     assert covered([]) == 0

@@ -67,7 +67,7 @@ def by_device(sampler: UsageSampler) -> dict[str, Usage]:
         ((GPUS[2],), 2),
     ],
 )
-def test_a_gpus_name_leads_to_that_gpu(devices: tuple[str, ...], index: int) -> None:
+def test_usage_sampler_finds_gpu_by_index_or_uuid(devices: tuple[str, ...], index: int) -> None:
     nvml = node()
     reported = by_device(sampler(devices, nvml))
     assert list(reported) == ["node", *devices]
@@ -84,7 +84,7 @@ def test_a_gpus_name_leads_to_that_gpu(devices: tuple[str, ...], index: int) -> 
     assert {number for number, gpu in enumerate(nvml.gpus) if gpu.asked > 1} == ours
 
 
-def test_a_slice_of_a_gpu_has_no_utilisation() -> None:
+def test_usage_of_mig_slice_has_no_utilisation() -> None:
     unsupported = {
         "nvmlDeviceGetUtilizationRates": pynvml.NVML_ERROR_NOT_SUPPORTED,
         "nvmlDeviceGetPowerUsage": pynvml.NVML_ERROR_NOT_SUPPORTED,
@@ -94,7 +94,7 @@ def test_a_slice_of_a_gpu_has_no_utilisation() -> None:
     assert (reported.busy, reported.memory_bytes, reported.power_w) == (None, 5, None)
 
 
-def test_what_is_wrong_with_a_gpu_is_said_once_and_leaves_the_others() -> None:
+def test_usage_sampler_with_failing_gpu_reports_once() -> None:
     said: list[str] = []
     nvml = node()
     lost = ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPowerUsage")
@@ -110,7 +110,7 @@ def test_what_is_wrong_with_a_gpu_is_said_once_and_leaves_the_others() -> None:
     assert said[2:] == [f"GPU 0: {function}: GPU is lost" for function in lost]
 
 
-def test_gpus_of_different_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_sampler_with_mixed_gpus_warns_of_numbering(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA then numbers them by their speed, NVML by the bus."""
     said: list[str] = []
     nvml = node()
@@ -138,7 +138,7 @@ def test_gpus_of_different_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_without_nvml_processes_are_looked_at(nvml: types.ModuleType | None, said: str) -> None:
+def test_usage_sampler_without_nvml_samples_processes(nvml: types.ModuleType | None, said: str) -> None:
     reported: list[str] = []
     usage = sampler(("0",), nvml, reported.append, processes=lambda: {"rank 0": os.getpid()})
     for _ in range(2):
@@ -146,7 +146,7 @@ def test_without_nvml_processes_are_looked_at(nvml: types.ModuleType | None, sai
     assert reported == [said]
 
 
-def test_the_real_library_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_sampler_without_driver_reports_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
@@ -157,7 +157,7 @@ def test_the_real_library_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> N
     assert reported == ["no figures of GPUs: NVML does not work here (NVML Shared Library Not Found)"]
 
 
-def test_torch_is_asked_for_its_own_gpu_once_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_sampler_reads_torch_memory_after_cuda_init(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def stats(device: int) -> dict[str, int]:
@@ -216,7 +216,7 @@ def until_busy(trees: Processes, pids: dict[str, int], name: str) -> float:
     raise TimeoutError(name)
 
 
-def test_children_count_with_their_parents(tree: tuple[subprocess.Popen, int]) -> None:
+def test_processes_count_children_with_parent(tree: tuple[subprocess.Popen, int]) -> None:
     parent, _ = tree
     trees = Processes()
     first = trees.read({"engine 0": parent.pid})["engine 0"]
@@ -225,7 +225,7 @@ def test_children_count_with_their_parents(tree: tuple[subprocess.Popen, int]) -
     assert 0 < until_busy(trees, {"engine 0": parent.pid}, "engine 0") < 1.5
 
 
-def test_an_engine_does_not_count_with_the_rank_above_it(tree: tuple[subprocess.Popen, int]) -> None:
+def test_processes_count_engine_apart_from_rank(tree: tuple[subprocess.Popen, int]) -> None:
     parent, child = tree
     trees, pids = Processes(), {"rank 0": parent.pid, "engine 0": child}
     assert trees.read(pids)["rank 0"].memory_bytes < trees.read({"rank 0": parent.pid})["rank 0"].memory_bytes
@@ -236,7 +236,7 @@ def test_an_engine_does_not_count_with_the_rank_above_it(tree: tuple[subprocess.
     assert (trees.read(pids)["rank 0"].busy or 0) < 0.05  # it only waits
 
 
-def test_a_process_that_ends_or_is_another_one_now(tree: tuple[subprocess.Popen, int]) -> None:
+def test_processes_forget_ended_and_replaced_pids(tree: tuple[subprocess.Popen, int]) -> None:
     parent, child = tree
     trees = Processes()
     assert trees.read({"engine 0": child}).keys() == {"engine 0"}
@@ -249,7 +249,7 @@ def test_a_process_that_ends_or_is_another_one_now(tree: tuple[subprocess.Popen,
 # -- the thread -------------------------------------------------------------------------------------------------------
 
 
-def test_the_thread_gives_records_until_it_is_closed() -> None:
+def test_usage_thread_puts_records_until_close() -> None:
     records: queue.Queue[Usage] = queue.Queue()
     pids = {"rank 0": os.getpid()}
     usage = UsageSampler(attempt=0, devices=(), processes=lambda: pids, put=records.put, interval_s=0.01)
@@ -265,7 +265,7 @@ def test_the_thread_gives_records_until_it_is_closed() -> None:
     assert not usage._thread.is_alive()
 
 
-def test_a_failure_is_said_once_and_sampling_goes_on() -> None:
+def test_usage_thread_after_put_failure_reports_once_and_continues() -> None:
     said: list[str] = []
     records: queue.Queue[Usage] = queue.Queue()
     fails = True
@@ -285,7 +285,7 @@ def test_a_failure_is_said_once_and_sampling_goes_on() -> None:
     assert said == ["WARNING: no figures of what devices use: OSError: [Errno 28] No space left on device"]
 
 
-def test_a_thread_that_hangs_does_not_hold_the_end() -> None:
+def test_usage_thread_close_during_hang_returns() -> None:
     hangs, goes_on = threading.Event(), threading.Event()
 
     def put(record: Usage) -> None:
@@ -303,7 +303,7 @@ def test_a_thread_that_hangs_does_not_hold_the_end() -> None:
     assert not usage._thread.is_alive()
 
 
-def test_no_interval_no_thread() -> None:
+def test_usage_sampler_without_interval_starts_no_thread() -> None:
     usage = UsageSampler(attempt=0, devices=(), processes=dict, put=lambda record: None, interval_s=0)
     assert usage._thread is None
     usage.close()

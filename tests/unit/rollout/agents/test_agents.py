@@ -51,7 +51,7 @@ def trained(trainer: GRPOTrainer) -> list[Any]:
     return batches
 
 
-def test_an_agent_is_sampled_as_the_tool_loop_is(make: Make, script: Script) -> None:
+def test_agent_rollout_matches_tool_loop(make: Make, script: Script) -> None:
     trainer = make(calculates, says_the_answer, rollout_func=agents(calculator), config={"learning_rate": 0.0})
     through_the_door = trained(trainer)
     steps = steps_of(trainer)
@@ -68,7 +68,7 @@ def test_an_agent_is_sampled_as_the_tool_loop_is(make: Make, script: Script) -> 
     assert [step["agents/dropped_tokens"] for step in steps] == [0.0, 0.0]
 
 
-def test_an_engine_that_dies_changes_nothing(make: Make, script: Script) -> None:
+def test_agent_rollout_after_engine_death_is_unchanged(make: Make, script: Script) -> None:
     plain = trained(trainer := make(calculates, says_the_answer, rollout_func=agents(calculator)))
     trainer.train()
     again = trained(trainer := make(calculates, says_the_answer, rollout_func=agents(calculator)))
@@ -79,7 +79,7 @@ def test_an_engine_that_dies_changes_nothing(make: Make, script: Script) -> None
     assert again == plain
 
 
-def test_rewards_and_the_completions_of_a_run_have_the_conversation(make: Make, tmp_path: Path) -> None:
+def test_agent_rollout_gives_conversation_to_rewards_and_samples(make: Make, tmp_path: Path) -> None:
     shown: list[Any] = []
 
     def reward(completions: list[Any], said: list[str], **more: Any) -> list[float]:
@@ -96,7 +96,7 @@ def test_rewards_and_the_completions_of_a_run_have_the_conversation(make: Make, 
     assert any(text.startswith("assistant: [{") and "\n\ntool: " in text for text in texts)
 
 
-def test_agents_that_fail_leave_their_rows_out(
+def test_failed_agents_leave_rows_out(
     make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[int] = []
@@ -151,7 +151,7 @@ def test_agents_that_fail_leave_their_rows_out(
         assert screen.count(f"failed: {why}") == 1, why
 
 
-def test_an_agent_that_cancels_itself_fails_alone(make: Make) -> None:
+def test_agent_cancelling_itself_fails_alone(make: Make) -> None:
     begun: list[int] = []
 
     async def agent(door: Any, row: Any) -> Any:
@@ -166,7 +166,7 @@ def test_an_agent_that_cancels_itself_fails_alone(make: Make) -> None:
     assert step["agents/failed"] == 1.0
 
 
-def test_too_many_that_fail_end_the_job(make: Make) -> None:
+def test_agents_over_max_failed_agents_end_job(make: Make) -> None:
     async def agent(door: Any, row: Any) -> Any:
         raise ZeroDivisionError("of the agent")
 
@@ -176,7 +176,7 @@ def test_too_many_that_fail_end_the_job(make: Make) -> None:
         trainer.train()
 
 
-def test_a_batch_whose_time_is_over_names_its_agents(make: Make) -> None:
+def test_agent_rollout_over_timeout_names_waiting_rows(make: Make) -> None:
     cancelled = threading.Event()
 
     async def agent(door: Any, row: Any) -> Any:
@@ -193,7 +193,7 @@ def test_a_batch_whose_time_is_over_names_its_agents(make: Make) -> None:
     assert cancelled.wait(60.0)
 
 
-def test_a_prompt_that_no_engine_takes_is_a_refusal_and_no_failure(make: Make) -> None:
+def test_agent_with_too_long_prompt_counts_as_refused(make: Make) -> None:
     rows: list[int] = []
 
     async def agent(door: Any, row: Any) -> Any:
@@ -210,7 +210,7 @@ def test_a_prompt_that_no_engine_takes_is_a_refusal_and_no_failure(make: Make) -
     assert [step["agents/failed"] for step in steps] == [0.0, 0.0]
 
 
-def test_an_agent_that_is_a_command(make: Make, tmp_path: Path) -> None:
+def test_agent_command_returns_columns_to_rewards(make: Make, tmp_path: Path) -> None:
     program = tmp_path / "agent.py"
     program.write_text(
         "import json, os, sys, urllib.request\n"
@@ -232,7 +232,7 @@ def test_an_agent_that_is_a_command(make: Make, tmp_path: Path) -> None:
     assert step["reward"] == 2.0
 
 
-def test_what_is_no_agent() -> None:
+def test_agents_with_invalid_agent_raises() -> None:
     def blocks(door: Any, row: Any) -> None: ...
 
     with pytest.raises(TypeError, match="agent is 'blocks', which is no coroutine function"):
@@ -243,14 +243,14 @@ def test_what_is_no_agent() -> None:
         agents(calculator)([], SimpleNamespace())
 
 
-def test_a_template_that_changes_what_was_said_is_refused(make: Make) -> None:
+def test_agent_rollout_with_changing_template_raises(make: Make) -> None:
     changing = copy.deepcopy(TOKENIZER)
     changing.chat_template = CHANGING
     with pytest.raises(ValueError, match="GRPO-219"):
         make(calculates, says_the_answer, rollout_func=agents(calculator), processing_class=changing)
 
 
-def test_a_model_without_a_template_is_refused(make: Make) -> None:
+def test_agent_rollout_without_chat_template_raises(make: Make) -> None:
     plain = copy.deepcopy(TOKENIZER)
     plain.chat_template = None
     data = Dataset.from_list([{"prompt": "1*2", "answer": 2}] * 8)

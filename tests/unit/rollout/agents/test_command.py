@@ -44,7 +44,7 @@ class Run:
         assert session_members(session) == []
 
 
-def test_its_environment_and_its_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_process_receives_row_and_clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("JUDGE_API_KEY", "its own")
@@ -66,7 +66,7 @@ def test_its_environment_and_its_columns(tmp_path: Path, monkeypatch: pytest.Mon
     run.expect_nothing_left()
 
 
-def test_a_row_that_is_longer_than_a_pipe(tmp_path: Path) -> None:
+def test_agent_process_with_row_beyond_pipe_size_returns_columns(tmp_path: Path) -> None:
     run = Run(tmp_path, "import json; print('{\"done\": 1}')", {"text": "x" * (1 << 20)})
     assert run.columns() == {"done": 1}
 
@@ -81,18 +81,18 @@ def test_a_row_that_is_longer_than_a_pipe(tmp_path: Path) -> None:
         ("print('[' * 100000)", "its last line is no JSON"),
     ],
 )
-def test_one_that_fails_says_how(tmp_path: Path, text: str, message: str) -> None:
+def test_agent_process_failure_raises_with_reason(tmp_path: Path, text: str, message: str) -> None:
     run = Run(tmp_path, text)
     with pytest.raises(AgentFailed, match=message):
         run.columns()
     run.expect_nothing_left()
 
 
-def test_one_that_says_nothing_has_no_columns(tmp_path: Path) -> None:
+def test_agent_process_without_output_returns_no_columns(tmp_path: Path) -> None:
     assert Run(tmp_path, "pass").columns() == {}
 
 
-def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:
+def test_agent_process_exit_ends_its_children(tmp_path: Path) -> None:
     """Also in a group of its own, and with the output still open."""
     child = "import time; time.sleep(600)"
     run = Run(
@@ -107,7 +107,7 @@ def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("heeds", [True, False])
-def test_one_that_is_asked_to_end(tmp_path: Path, heeds: bool) -> None:
+def test_agent_process_end_sends_sigterm_then_sigkill(tmp_path: Path, heeds: bool) -> None:
     ready = tmp_path / "ready"
     run = Run(
         tmp_path,
@@ -126,7 +126,9 @@ def test_one_that_is_asked_to_end(tmp_path: Path, heeds: bool) -> None:
     run.expect_nothing_left()
 
 
-def test_one_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_process_with_unstartable_command_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = tmp_path / "scratch"
     made.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(made))

@@ -92,7 +92,7 @@ def ask(house: House, door: Door, **more: Any) -> Any:
         return client.chat.completions.create(model="gpt-4o", messages=HI, **more)
 
 
-def test_an_answer_with_calls_and_what_was_asked(house: House) -> None:
+def test_chat_completion_with_tool_calls_round_trips(house: House) -> None:
     episode = AgentEpisode(content="", tool_calls=CALLS, thinking="two times three")
     _, door = house.admit(episode)
     tools: Any = [{"type": "function", "function": {"name": "times", "parameters": {}}}]
@@ -115,7 +115,7 @@ def test_an_answer_with_calls_and_what_was_asked(house: House) -> None:
 
 
 @pytest.mark.parametrize("message", [{}, {"content": "", "tool_calls": CALLS}], ids=["text", "calls"])
-def test_an_answer_that_is_streamed_is_the_same(house: House, message: dict[str, Any]) -> None:
+def test_streamed_chat_completion_matches_plain(house: House, message: dict[str, Any]) -> None:
     _, door = house.admit(AgentEpisode(**message))
     plain = ask(house, door).choices[0]
     with (
@@ -133,7 +133,7 @@ def test_an_answer_that_is_streamed_is_the_same(house: House, message: dict[str,
     assert final.usage.completion_tokens == 2
 
 
-def test_token_ids_in_and_out(house: House) -> None:
+def test_generate_endpoint_takes_and_returns_token_ids(house: House) -> None:
     episode = AgentEpisode()
     _, door = house.admit(episode)
     sampling = {"max_tokens": 5, "logprobs": 1, "stop": ["x"]}
@@ -149,13 +149,13 @@ def test_token_ids_in_and_out(house: House) -> None:
     assert episode.asked[0] == ([{"ids": [1, 2]}], {"max_tokens": 5, "stop": ["x"]})
 
 
-def test_models(house: House) -> None:
+def test_models_endpoint_lists_policy(house: House) -> None:
     _, door = house.admit()
     with house.client(door) as client:
         assert [model.id for model in client.models.list()] == ["policy"]
 
 
-def test_no_key_opens_another_rows_door(house: House) -> None:
+def test_door_with_foreign_key_refuses_request(house: House) -> None:
     mine, theirs = AgentEpisode(), AgentEpisode()
     ticket, door = house.admit(mine)
     _, other = house.admit(theirs)
@@ -170,7 +170,7 @@ def test_no_key_opens_another_rows_door(house: House) -> None:
     assert door.key not in repr(door)
 
 
-def test_a_door_that_was_closed_opens_no_more_and_ends_what_was_asked(house: House) -> None:
+def test_dismiss_cancels_open_request_and_refuses_new_ones(house: House) -> None:
     asked, release = threading.Event(), asyncio.Event()
 
     def wait(messages: Any) -> Any:
@@ -199,7 +199,7 @@ def test_a_door_that_was_closed_opens_no_more_and_ends_what_was_asked(house: Hou
         ask(house, door)
 
 
-def test_a_client_that_gives_up_is_no_longer_sampled_for(house: House) -> None:
+def test_client_disconnect_cancels_sampling(house: House) -> None:
     asked, release = threading.Event(), asyncio.Event()
 
     def wait(messages: Any) -> Any:
@@ -216,7 +216,7 @@ def test_a_client_that_gives_up_is_no_longer_sampled_for(house: House) -> None:
 
 
 @pytest.mark.parametrize("error", [BatchOver("over"), ConnectionError("the job is ending")])
-def test_who_asks_when_it_is_over_is_asked_not_to_ask_again(house: House, error: Exception) -> None:
+def test_chat_completion_after_batch_end_is_not_retried(house: House, error: Exception) -> None:
     def ends(messages: Any) -> None:
         raise error
 
@@ -227,7 +227,7 @@ def test_who_asks_when_it_is_over_is_asked_not_to_ask_again(house: House, error:
     assert len(episode.asked) == 1
 
 
-def test_errors_are_openais(house: House) -> None:
+def test_episode_errors_become_openai_errors(house: House) -> None:
     def refuses(messages: Any) -> None:
         raise RequestError(400, "context_length_exceeded", "too long")
 
@@ -285,7 +285,7 @@ DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         "9 MiB",
     ],
 )
-def test_a_body_that_is_no_request_is_said_to_be_none(house: House, body: bytes, expected: Any) -> None:
+def test_malformed_body_returns_client_error(house: House, body: bytes, expected: Any) -> None:
     episode = AgentEpisode()
     _, door = house.admit(episode)
     assert house.post(door, body) == expected
@@ -293,13 +293,13 @@ def test_a_body_that_is_no_request_is_said_to_be_none(house: House, body: bytes,
     assert ask(house, door).choices[0].message.content == "hello"
 
 
-def test_paths_and_methods_that_are_none(house: House) -> None:
+def test_unknown_path_or_method_returns_404_or_405(house: House) -> None:
     _, door = house.admit()
     assert house.post(door, b"", path="/embeddings") == (404, "not_found")
     assert house.post(door, b"", path="/models") == (405, "not_found")
 
 
-def test_half_a_request_has_its_deadline_and_holds_nobody_up(house: House) -> None:
+def test_half_request_times_out_without_blocking_others(house: House) -> None:
     house.server._body_s = 0.5
     _, door = house.admit()
     connections = [socket.create_connection(("127.0.0.1", house.server.port), timeout=DEADLINE_S) for _ in range(3)]
@@ -319,7 +319,7 @@ def test_half_a_request_has_its_deadline_and_holds_nobody_up(house: House) -> No
             connection.close()
 
 
-def test_a_slow_reader_holds_nobody_up(house: House) -> None:
+def test_slow_reader_does_not_block_others(house: House) -> None:
     """What it does not take is more than any buffer of the system holds."""
     _, door = house.admit(AgentEpisode(content="x" * (64 << 20)))
     body = json.dumps({"messages": HI}).encode()
@@ -331,7 +331,7 @@ def test_a_slow_reader_holds_nobody_up(house: House) -> None:
             assert ask(house, other).choices[0].message.content == "hello"
 
 
-def test_a_thousand_idle_connections(house: House) -> None:
+def test_thousand_idle_connections_do_not_block_requests(house: House) -> None:
     _, door = house.admit()
     idle = [socket.create_connection(("127.0.0.1", house.server.port), timeout=DEADLINE_S) for _ in range(1000)]
     try:
@@ -341,7 +341,7 @@ def test_a_thousand_idle_connections(house: House) -> None:
             connection.close()
 
 
-def test_what_is_ignored_is_said_once(house: House) -> None:
+def test_ignored_options_are_reported_once(house: House) -> None:
     _, door = house.admit()
     for _ in range(2):
         ask(house, door, temperature=0.2, seed=3, top_p=None, tool_choice="required", parallel_tool_calls=True)
@@ -351,12 +351,12 @@ def test_what_is_ignored_is_said_once(house: House) -> None:
     assert second.startswith("an agent sets response_format, which has no effect")
 
 
-def test_an_address_where_nobody_can_listen() -> None:
+def test_door_server_on_foreign_address_raises() -> None:
     with pytest.raises(ValueError, match=r"agent_host is '192\.0\.2\.1', where no server can listen"):
         DoorServer("192.0.2.1", print)
 
 
-def test_everywhere_means_an_address_that_others_reach() -> None:
+def test_door_server_on_all_interfaces_gives_reachable_url() -> None:
     server = DoorServer("0.0.0.0", print)
     try:
         _, door = server.admit(AgentEpisode())  # type: ignore[arg-type]
@@ -367,7 +367,7 @@ def test_everywhere_means_an_address_that_others_reach() -> None:
         server.close()
 
 
-def test_no_proxy_stands_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_door_server_with_http_proxy_bypasses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "example.org")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -380,7 +380,7 @@ def test_no_proxy_stands_between(monkeypatch: pytest.MonkeyPatch) -> None:
         house.server.close()
 
 
-def test_the_server_and_its_thread_end(house: House) -> None:
+def test_door_server_close_ends_thread_and_listener(house: House) -> None:
     before = {thread.name for thread in threading.enumerate()}
     assert "grpo-door" in before
     house.server.close()

@@ -90,7 +90,7 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def test_a_request_that_goes_on_continues_the_token_ids() -> None:
+def test_agent_episode_with_continued_request_extends_token_ids() -> None:
     """Whatever the client does to what the model has said: other ids of calls, no reasoning, spaces around it."""
     agent = Agent()
     first = agent.chat(HI)
@@ -114,7 +114,7 @@ def test_a_request_that_goes_on_continues_the_token_ids() -> None:
     ],
     ids=["another prompt", "a forged answer", "a prompt that was changed"],
 )
-def test_any_other_request_begins_a_chain_of_its_own(again: list[Message]) -> None:
+def test_agent_episode_with_other_request_begins_new_chain(again: list[Message]) -> None:
     agent = Agent()
     agent.chat(HI)
     agent.chat(*again)
@@ -124,7 +124,7 @@ def test_any_other_request_begins_a_chain_of_its_own(again: list[Message]) -> No
     assert agent.episode.num_dropped() == 2
 
 
-def test_other_tools_begin_another_chain() -> None:
+def test_agent_episode_with_other_tools_begins_new_chain() -> None:
     agent = Agent()
     said = agent.chat(HI).message
     agent.chat(HI, said, user("go"), tools=[{"function": {"name": "times"}}])
@@ -132,7 +132,7 @@ def test_other_tools_begin_another_chain() -> None:
     assert agent.episode.num_dropped() == 2
 
 
-def test_two_answers_to_one_conversation_are_two_branches() -> None:
+def test_agent_episode_with_two_continuations_keeps_two_branches() -> None:
     agent = Agent()
     said = agent.chat(HI).message
     agent.chat(HI, said, user("left"))
@@ -141,7 +141,7 @@ def test_two_answers_to_one_conversation_are_two_branches() -> None:
     assert agent.episode.num_dropped() == 2  # the answer on the left; what both begin with is trained
 
 
-def test_of_answers_that_were_asked_for_together_the_longest_chain_is_trained_whichever_comes_last() -> None:
+def test_agent_episode_with_concurrent_requests_ignores_their_order() -> None:
     async def both(agent: Agent, order: list[int]) -> None:
         said = (await agent.asks(HI)).message
         texts = ["short", "on the right"]
@@ -162,7 +162,7 @@ def test_of_answers_that_were_asked_for_together_the_longest_chain_is_trained_wh
     assert found[0] == found[1]
 
 
-def test_limits_are_those_of_the_tool_loop() -> None:
+def test_agent_episode_limits_cap_tokens() -> None:
     agent = Agent(most=9, turn=5)
     said = agent.chat(HI, max_tokens=3).message
     agent.chat(HI, said, user("a"), max_tokens=77)
@@ -173,7 +173,7 @@ def test_limits_are_those_of_the_tool_loop() -> None:
     assert agent.trained[1] == [14, END, USER, 1, END, MODEL, 20, END]
 
 
-def test_a_prompt_that_no_engine_takes_is_an_error_of_the_request() -> None:
+def test_agent_episode_with_too_long_prompt_raises_request_error() -> None:
     agent = Agent(max_model_len=5)
     with pytest.raises(RequestError, match="too long") as caught:
         agent.chat(user("a b c d e"))
@@ -183,13 +183,13 @@ def test_a_prompt_that_no_engine_takes_is_an_error_of_the_request() -> None:
     assert agent.episode.refusal is None
 
 
-def test_messages_that_the_template_refuses_are_an_error_of_the_request() -> None:
+def test_agent_episode_with_unrenderable_message_raises_request_error() -> None:
     with pytest.raises(RequestError, match="ValueError: no such word") as caught:
         Agent().chat(user("unspeakable"))
     assert caught.value.status == 400
 
 
-def test_text_that_ends_a_turn_is_left_out_of_it() -> None:
+def test_agent_episode_with_stop_text_strips_it() -> None:
     agent = Agent()
     reply = agent.chat(HI, stop=["4"])
     assert agent.sampler.asked[0][2] == ("4",)
@@ -198,7 +198,7 @@ def test_text_that_ends_a_turn_is_left_out_of_it() -> None:
     assert agent.episode.num_dropped() == 0
 
 
-def test_token_ids_go_on_as_messages_do() -> None:
+def test_agent_episode_generate_continues_token_ids() -> None:
     agent = Agent()
 
     async def ask() -> None:
@@ -212,6 +212,6 @@ def test_token_ids_go_on_as_messages_do() -> None:
     assert agent.sampler.asked[1][0] == [5, 6, 12, END, 7]
 
 
-def test_nothing_was_asked() -> None:
+def test_agent_episode_without_requests_has_no_chain() -> None:
     assert Agent().episode.chosen() is None
     assert Agent().episode.num_dropped() == 0

@@ -46,7 +46,7 @@ def text_of(chain: Chain, *, own: bool) -> str:
     return TOKENIZER.decode([token for token, is_own in pairs if is_own == own])
 
 
-def test_pydantic_ai() -> None:
+def test_pydantic_ai_agent_makes_one_chain() -> None:
     speaker, renderer = Speaker(SAYS), Worker("templates")
 
     def render(call: Callable[[], Any]) -> Any:

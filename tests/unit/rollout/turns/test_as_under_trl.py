@@ -212,7 +212,7 @@ def trained(kind: Any, config: type, model: Path, folder: Path, users: dict[str,
     return dict(answers), [line["rewards/Notes/mean"] for line in trainer.state.log_history if "reward" in line]
 
 
-def test_tools_and_environments_answer_the_same(
+def test_tool_and_environment_answers_match_trl(
     model: Path, script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stdout, never = sys.stdout, threading.Event()
@@ -234,7 +234,7 @@ def test_tools_and_environments_answer_the_same(
     assert capsys.readouterr().out.count("[GRPO-613]: write them as async def") == 1  # not again in the second step
 
 
-def test_in_threads_rows_have_their_own_streams_and_environments_their_own_thread(
+def test_max_tool_threads_gives_rows_own_streams_and_environment_threads(
     model: Path, script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stdout, script.tokens_of = sys.stdout, speaks(reply_for_threads)

@@ -82,7 +82,7 @@ def expected(prompt: list[int], *, rank: int, row: int, turn: int) -> list[int]:
     return answer_to(np.asarray(prompt), turn_seed(BASE, rank=rank, row=row, num_rows=NUM_ROWS, turn=turn))
 
 
-def test_one_rank_takes_five_turns_another_none_a_third_asks_for_all_at_once(ranks_of: Any) -> None:
+def test_broker_with_uneven_ranks_answers_every_turn(ranks_of: Any) -> None:
     ranks = ranks_of(ThreadedEngine("engine 0"), ThreadedEngine("engine 1"), ranks=3)
     first, _, third = ranks.samplers
 
@@ -117,7 +117,7 @@ def test_one_rank_takes_five_turns_another_none_a_third_asks_for_all_at_once(ran
     )
 
 
-def test_seeds_follow_from_rank_row_and_turn_and_a_first_turn_has_todays() -> None:
+def test_turn_seed_is_unique_and_keeps_row_seed_at_first_turn() -> None:
     seeds = {
         turn_seed(BASE, rank=rank, row=row, num_rows=9, turn=turn)
         for rank in range(3)
@@ -130,7 +130,7 @@ def test_seeds_follow_from_rank_row_and_turn_and_a_first_turn_has_todays() -> No
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_turns_of_a_episode_go_to_the_engine_that_has_its_beginning(ranks_of: Any) -> None:
+def test_broker_keeps_turns_of_episode_on_one_engine(ranks_of: Any) -> None:
     engines = [ThreadedEngine(f"engine {number}") for number in range(3)]
     ranks = ranks_of(*engines, ranks=1, node=1)
     sampler = ranks.samplers[0]
@@ -143,7 +143,7 @@ def test_turns_of_a_episode_go_to_the_engine_that_has_its_beginning(ranks_of: An
     assert set(homes.values()) <= {engine_id(1, number) for number in range(3)}
 
 
-def test_a_turn_that_no_engine_takes(ranks_of: Any) -> None:
+def test_sample_all_with_refused_prompts_reports_refusals(ranks_of: Any) -> None:
     engine = ThreadedEngine("engine 0")
     engine.refuses = lambda owed: owed.token_ids[0] == 6
     ranks = ranks_of(engine, ranks=1, max_model_len=5)
@@ -155,7 +155,7 @@ def test_a_turn_that_no_engine_takes(ranks_of: Any) -> None:
     assert ranks.samplers[0].engines[0] == REFUSED
 
 
-def test_a_turn_is_sampled_once(ranks_of: Any) -> None:
+def test_sample_of_turn_already_asked_raises(ranks_of: Any) -> None:
     """Another call for it would bring the same tokens; not so after a refusal, or one that was given up."""
     engine = ThreadedEngine("engine 0")
     sampler = ranks_of(engine, ranks=1, max_model_len=5).samplers[0]
@@ -183,7 +183,7 @@ def test_a_turn_is_sampled_once(ranks_of: Any) -> None:
     assert asyncio.run(sampler.sample([1], row=0, turn=2)).token_ids
 
 
-def test_a_row_that_is_asked_for_anew_is_not_left_out(ranks_of: Any) -> None:
+def test_sample_after_refusal_clears_it_but_sample_all_keeps_it(ranks_of: Any) -> None:
     """By `sample`, which reported the refusal; what `sample_all` was refused is in its row's completion for good."""
     ranks = ranks_of(ThreadedEngine("engine 0"), ranks=1, max_model_len=5)
     sampler = ranks.samplers[0]
@@ -197,7 +197,7 @@ def test_a_row_that_is_asked_for_anew_is_not_left_out(ranks_of: Any) -> None:
     assert [*sampler.refused] == [1]
 
 
-def test_ranks_hear_that_their_node_has_no_engine_and_are_answered_by_the_next(node: Node, ranks_of: Any) -> None:
+def test_broker_without_engines_stalls_ranks_until_restart(node: Node, ranks_of: Any) -> None:
     engine = ThreadedEngine("engine 0")
     engine.works.clear()
     ranks = ranks_of(engine, ranks=2)
@@ -217,7 +217,7 @@ def test_ranks_hear_that_their_node_has_no_engine_and_are_answered_by_the_next(n
     assert (answer.token_ids.tolist(), answer.policy_version) == (answer_to(np.array([1, 2]), 5), 3)
 
 
-def test_a_rank_that_comes_when_there_is_no_engine_hears_of_it(node: Node, watch: Watch) -> None:
+def test_channel_connecting_without_engines_is_stalled(node: Node, watch: Watch) -> None:
     engine = ThreadedEngine("engine 0")
     broker = TurnBroker(node.pool(engine), watch, num_others=1)  # type: ignore[arg-type]
     broker.accept()
@@ -228,7 +228,7 @@ def test_a_rank_that_comes_when_there_is_no_engine_hears_of_it(node: Node, watch
     broker.close()
 
 
-def test_engines_that_die_of_any_turn_end_the_job_with_the_name_of_the_first(node: Node, ranks_of: Any) -> None:
+def test_broker_after_three_engine_deaths_names_first_turn(node: Node, ranks_of: Any) -> None:
     engines = [ThreadedEngine(f"engine {number}") for number in range(3)]
     ranks = ranks_of(*engines, ranks=1)
     for engine in engines:
@@ -246,7 +246,7 @@ def test_engines_that_die_of_any_turn_end_the_job_with_the_name_of_the_first(nod
     assert ranks.channels[0].is_stalled
 
 
-def test_a_turn_of_which_engines_die_is_refused(ranks_of: Any) -> None:
+def test_broker_with_deadly_turn_refuses_it(ranks_of: Any) -> None:
     engines = [ThreadedEngine(f"engine {number}") for number in range(4)]
     for engine in engines:
         engine.dies_of = lambda owed: 666 in owed.token_ids
@@ -259,7 +259,7 @@ def test_a_turn_of_which_engines_die_is_refused(ranks_of: Any) -> None:
     assert ranks.channels[0].trouble is None
 
 
-def test_an_engine_that_fails_at_a_turn_is_the_jobs_failure(watch: Watch, ranks_of: Any) -> None:
+def test_broker_with_engine_error_fails_job(watch: Watch, ranks_of: Any) -> None:
     engine = ThreadedEngine("engine 0")
     ranks = ranks_of(engine, ranks=1)
     engine._hear(engine.error("failed at a request"))
@@ -268,7 +268,7 @@ def test_an_engine_that_fails_at_a_turn_is_the_jobs_failure(watch: Watch, ranks_
     assert ranks.channels[0].trouble is None
 
 
-def test_a_turn_that_is_cancelled_is_forgotten_and_a_rank_that_goes_is_too(ranks_of: Any) -> None:
+def test_broker_after_cancel_or_lost_rank_aborts_turns(ranks_of: Any) -> None:
     engine = ThreadedEngine("engine 0")
     engine.works.clear()
     ranks = ranks_of(engine, ranks=2)
@@ -283,14 +283,14 @@ def test_a_turn_that_is_cancelled_is_forgotten_and_a_rank_that_goes_is_too(ranks
         asked[1].result(DEADLINE_S)
 
 
-def test_overrides_reach_the_engine(ranks_of: Any) -> None:
+def test_sample_passes_overrides_to_engine(ranks_of: Any) -> None:
     engine = ThreadedEngine("engine 0")
     ranks = ranks_of(engine, ranks=1)
     asyncio.run(ranks.samplers[0].sample([1], row=0, turn=0, max_tokens=7, stop=["x"]))
     assert engine.samples[0].overrides == {"max_tokens": 7, "stop": ["x"]}
 
 
-def test_nothing_listens_once_all_ranks_are_there_and_nonsense_is_shown_the_door(watch: Watch, ranks_of: Any) -> None:
+def test_broker_stops_listening_with_all_ranks_and_drops_bad_peers(watch: Watch, ranks_of: Any) -> None:
     ranks = ranks_of(ThreadedEngine("engine 0"), ranks=1)
     assert ranks.broker.address is None
     broker = TurnBroker(ranks.pool, watch, num_others=2)  # type: ignore[arg-type]
@@ -312,7 +312,7 @@ def test_nothing_listens_once_all_ranks_are_there_and_nonsense_is_shown_the_door
     assert not watch.failures
 
 
-def test_a_stall_that_weights_have_ended_since_is_none(node: Node, ranks_of: Any) -> None:
+def test_channel_stall_ends_with_weight_sync_and_returns_after_death(node: Node, ranks_of: Any) -> None:
     """An engine that dies between two batches is back with the next weight sync; one that dies behind a weight sync is
     missed."""
     engine = ThreadedEngine("engine 0")
@@ -339,7 +339,7 @@ def test_a_stall_that_weights_have_ended_since_is_none(node: Node, ranks_of: Any
     wait_until(lambda: channel.is_stalled)
 
 
-def test_a_turn_that_nobody_waits_for_any_more_is_given_up(ranks_of: Any) -> None:
+def test_sample_after_timeout_aborts_turn(ranks_of: Any) -> None:
     engine = ThreadedEngine("engine 0")
     engine.works.clear()
     ranks = ranks_of(engine, ranks=1)
@@ -353,7 +353,7 @@ def test_a_turn_that_nobody_waits_for_any_more_is_given_up(ranks_of: Any) -> Non
     assert not ranks.samplers[0].asked
 
 
-def test_what_a_turn_may_not_have_and_a_batch_that_is_over(ranks_of: Any) -> None:
+def test_sample_with_bad_arguments_or_closed_sampler_raises(ranks_of: Any) -> None:
     sampler = ranks_of(ThreadedEngine("engine 0"), ranks=1).samplers[0]
     with pytest.raises(TypeError, match=r"sample\(\) takes no seed; of vLLM's SamplingParams it takes .*temperature"):
         asyncio.run(sampler.sample([1], row=0, turn=0, seed=5))

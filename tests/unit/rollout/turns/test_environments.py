@@ -68,7 +68,7 @@ def spaces(number: int, kind: Any = Home) -> list[Any]:
     return [factory() for _ in range(number)]
 
 
-def test_each_lives_in_one_thread_of_its_own() -> None:
+def test_in_their_threads_gives_each_environment_its_own_thread() -> None:
     one, two = spaces(2)
     for space in (one, two):
         assert space.reset(who="you") == "hello, you"
@@ -78,7 +78,7 @@ def test_each_lives_in_one_thread_of_its_own() -> None:
     assert len({one.threads[0], two.threads[0], threading.get_ident()}) == 3
 
 
-def test_trl_and_rewards_see_the_class_as_it_is() -> None:
+def test_threaded_environment_keeps_class_name_and_tools() -> None:
     """As TRL 1.16 looks for tools, names rewards and tells kinds apart."""
     one, two = spaces(2)
     assert type(one) is type(two)
@@ -93,7 +93,7 @@ def test_trl_and_rewards_see_the_class_as_it_is() -> None:
     assert copy.deepcopy(one).look() == "2 calls"  # which lives nowhere
 
 
-def test_which_are_meant() -> None:
+def test_in_their_threads_wraps_only_declared_factories() -> None:
     class Plain(Home): ...
 
     @in_threads
@@ -106,7 +106,7 @@ def test_which_are_meant() -> None:
     assert in_their_threads(None, of_all=True, prepare=lambda: None) is None
 
 
-def test_what_they_raise_comes_here() -> None:
+def test_threaded_environment_error_reaches_caller() -> None:
     class Broken(Home):
         def reset(self, **columns: Any) -> str:
             raise OSError("the game server is down")
@@ -115,7 +115,7 @@ def test_what_they_raise_comes_here() -> None:
         spaces(1, Broken)[0].reset()
 
 
-def test_one_that_cannot_live_elsewhere_says_so() -> None:
+def test_in_their_threads_with_slotted_class_raises() -> None:
     class Slotted:
         __slots__ = ()
 
@@ -123,7 +123,7 @@ def test_one_that_cannot_live_elsewhere_says_so() -> None:
         spaces(1, Slotted)
 
 
-def test_its_thread_ends_with_it() -> None:
+def test_environment_thread_ends_with_environment() -> None:
     (space,) = spaces(1)
     thread = next(each for each in threading.enumerate() if each.ident == space.threads[0])
     gone = weakref.ref(space)
@@ -143,13 +143,13 @@ def reported(space: Any, *names: str, **runner: Any) -> list[str]:
     return [message["content"] for message in asyncio.run(tools.run(calls, box, 0))]
 
 
-def test_tools_are_called_where_it_lives() -> None:
+def test_environment_tools_run_in_its_thread() -> None:
     (space,) = spaces(1)
     assert reported(space, "look", "look") == ["2 calls", "3 calls"]
     assert set(space.threads) == {space.threads[0]}
 
 
-def test_one_that_hangs_is_still_asked_for_its_reward() -> None:
+def test_environment_with_hanging_tool_still_gives_reward() -> None:
     release = threading.Event()
 
     class Stuck(Home):

@@ -180,7 +180,9 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def test_it_does_what_trls_does(loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollouts_on_random_batches_match_trl_tool_call_loop(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def parse(tokenizer: Any, ids: list[int], prefix: Any = None, tools: Any = None) -> Message:
         return parsed(ids)
 

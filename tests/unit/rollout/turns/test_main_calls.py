@@ -58,12 +58,12 @@ def anywhere() -> str:
     return threading.current_thread().name
 
 
-def test_synchronous_tools_run_in_the_main_thread_and_declared_ones_in_others() -> None:
+def test_sync_tools_run_in_main_thread_and_declared_ones_in_others() -> None:
     assert answers(where, anywhere, where) == ["MainThread", "grpo-tool", "MainThread"]
     assert answers(where, anywhere, max_threads=2) == ["grpo-tool", "grpo-tool"]
 
 
-def test_declared_ones_wait_for_nobody() -> None:
+def test_declared_tool_runs_during_call_in_main_thread() -> None:
     """The first row's call is under way until the second row's has returned."""
     returned = threading.Event()
 
@@ -78,7 +78,7 @@ def test_declared_ones_wait_for_nobody() -> None:
     assert answers(waits, returns) == ["True", "at once"]
 
 
-def test_what_is_declared() -> None:
+def test_may_run_in_threads_is_true_only_of_declared_code() -> None:
     @in_threads
     class Environment:
         @in_threads
@@ -98,7 +98,7 @@ def test_what_is_declared() -> None:
         in_threads(environment.plain)
 
 
-def test_one_that_hangs_is_interrupted_and_the_others_go_on() -> None:
+def test_hanging_tool_is_interrupted_and_others_go_on() -> None:
     said: list[str] = []
     stdout = sys.stdout
 
@@ -118,7 +118,7 @@ def test_one_that_hangs_is_interrupted_and_the_others_go_on() -> None:
     assert sys.stdout is stdout
 
 
-def test_errors_and_exits_are_reported() -> None:
+def test_tool_errors_and_exits_are_reported_to_model() -> None:
     def stops() -> None:
         next(iter(()))
 
@@ -137,7 +137,7 @@ def test_errors_and_exits_are_reported() -> None:
     ]
 
 
-def test_an_interrupt_from_the_keyboard_ends_the_batch() -> None:
+def test_keyboard_interrupt_in_tool_ends_batch() -> None:
     def stopped_by_a_person() -> None:
         signal.raise_signal(signal.SIGINT)
 
@@ -145,7 +145,7 @@ def test_an_interrupt_from_the_keyboard_ends_the_batch() -> None:
         answers(stopped_by_a_person)
 
 
-def test_the_jobs_failure_is_no_failure_of_a_tool() -> None:
+def test_job_failure_during_tool_raises_job_failed() -> None:
     def swallows() -> str:
         try:
             raise_in_main_thread(RECORD)
@@ -168,7 +168,7 @@ def test_the_jobs_failure_is_no_failure_of_a_tool() -> None:
         answers(waits)
 
 
-def test_the_batchs_own_limit_ends_a_call_too() -> None:
+def test_batch_timeout_ends_hanging_tool_call() -> None:
     def hangs() -> None:
         threading.Event().wait()
 
@@ -179,7 +179,7 @@ def test_the_batchs_own_limit_ends_a_call_too() -> None:
         answers(hangs, check=check, left_s=0.1)
 
 
-def test_calls_of_a_batch_before_are_forgotten() -> None:
+def test_main_thread_begin_drops_calls_of_earlier_batch() -> None:
     main, called = MainThread(), []
     main.run(lambda: called.append("old"), timeout_s=DEADLINE_S)
     main.begin()

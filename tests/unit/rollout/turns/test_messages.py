@@ -10,7 +10,7 @@ import pytest
 from grpo.rollout.turns.messages import MAX_BYTES, Answer, Ask, Cancel, Message, OutOfEngines, Pipe
 
 
-def test_messages_are_what_they_were() -> None:
+def test_pipe_messages_round_trip_and_bad_ones_raise() -> None:
     ask = Ask(
         number=3,
         place=4,
@@ -56,7 +56,7 @@ def test_messages_are_what_they_were() -> None:
     receiver.close()
 
 
-def test_a_message_that_is_too_long_is_not_read() -> None:
+def test_pipe_with_too_long_message_raises() -> None:
     ours, theirs = socket.socketpair()
     receiver = Pipe(theirs)
     ours.sendall((MAX_BYTES + 1).to_bytes(4))

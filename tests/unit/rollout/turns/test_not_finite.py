@@ -10,7 +10,7 @@ from tests.support.made_up_tools import times
 from tests.support.speaking_engine import Make, calculates, steps_of
 
 
-def test_log_probabilities_that_are_no_numbers_end_the_job(make: Make, script: Script) -> None:
+def test_episodes_with_nan_logprobs_end_job(make: Make, script: Script) -> None:
     script.logprobs_of = lambda sample, tokens: [math.nan] * len(tokens)
     with pytest.raises(StepFailed, match=r"engine 0 of node 0 gave .*\[GRPO-417\]"):
         steps_of(make(calculates, tools=[times]))

@@ -72,7 +72,7 @@ class Guessing:
         return self.reward
 
 
-def test_an_openenv_client_is_an_environment(make: Make) -> None:
+def test_openenv_client_trains_as_environment(make: Make) -> None:
     """It guesses one number after the other, until it is right."""
 
     def reply(text: str, seed: int) -> str:

@@ -23,7 +23,7 @@ from tests.support.engines import Script, ScriptedEngine
 from tests.support.speaking_engine import TOKENIZER, Make, calculates, steps_of
 
 
-def test_a_rollout_function_calls_generate_as_often_as_it_likes(make: Make, script: Script) -> None:
+def test_rollout_func_calls_generate_twice_with_unique_seeds(make: Make, script: Script) -> None:
     """As in TRL's examples: token ids in and out, extra fields for the rewards, a mask of what it put in itself."""
 
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_a_rollout_function_calls_generate_as_often_as_it_likes(make: Make, scri
     assert len(set(seeds)) == len(seeds)
 
 
-def test_a_rollout_function_with_an_agent_loop_of_its_own(make: Make) -> None:
+def test_rollout_func_with_own_agent_loop_counts_turns(make: Make) -> None:
     async def one(row: int, prompt: list[int], trainer: GRPOTrainer) -> tuple[list[int], list[float], list[int]]:
         ids, logprobs, mask = [], [], []
         for number in range(3):
@@ -103,13 +103,13 @@ def test_a_rollout_function_with_an_agent_loop_of_its_own(make: Make) -> None:
         ),
     ],
 )
-def test_what_a_rollout_function_gives_is_looked_at(make: Make, output: Any, message: str) -> None:
+def test_rollout_func_with_bad_output_raises(make: Make, output: Any, message: str) -> None:
     trainer = make(calculates, rollout_func=lambda prompts, trainer: output)
     with pytest.raises(ValueError, match=message):
         trainer.train()
 
 
-def test_a_rollout_function_that_raises_and_one_that_hangs(make: Make) -> None:
+def test_rollout_func_with_error_or_hang_fails_training(make: Make) -> None:
     def raises(prompts: Any, trainer: Any) -> Any:
         raise ZeroDivisionError("in an agent")
 
@@ -124,7 +124,7 @@ def test_a_rollout_function_that_raises_and_one_that_hangs(make: Make) -> None:
     release.set()
 
 
-def test_time_without_an_engine_is_none_of_the_rollouts(
+def test_rollout_timeout_excludes_time_without_engine(
     make: Make, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine dies, and the next one takes longer to start than a batch may."""
@@ -158,7 +158,7 @@ def test_time_without_an_engine_is_none_of_the_rollouts(
     assert all(abs(timeout_s - trainer.args.rollout_timeout - 60.0) < 30.0 for timeout_s in while_it_runs)
 
 
-def test_nobody_samples_behind_the_batch(make: Make) -> None:
+def test_generate_and_sample_outside_rollout_func_raise(make: Make) -> None:
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         return {"prompt_ids": [[5]] * 8, "completion_ids": [[6, 1]] * 8, "logprobs": [[-1.0, -1.0]] * 8}
 
@@ -183,7 +183,7 @@ def expect_one_left_out(make: Make, rollout: Any) -> None:
     assert shown == [7, 7]
 
 
-def test_a_prompt_that_no_engine_takes_is_left_out(make: Make) -> None:
+def test_generate_with_refused_prompt_leaves_row_out(make: Make) -> None:
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         ids = [[5] * (200 if row == 3 else 5) for row in range(8)]
         _, said, logprobs, _ = trainer.vllm_generation.generate(prompts=ids, images=None, num_generations=4)
@@ -192,7 +192,7 @@ def test_a_prompt_that_no_engine_takes_is_left_out(make: Make) -> None:
     expect_one_left_out(make, rollout)
 
 
-def test_a_prompt_that_sample_is_refused_is_left_out_too(make: Make) -> None:
+def test_sample_with_refused_prompt_leaves_row_out(make: Make) -> None:
     """Its function has nothing to give, and need not make anything up."""
 
     async def one(row: int, trainer: GRPOTrainer) -> Any:
@@ -230,14 +230,14 @@ def generates(*calls: list[list[int]]) -> Any:
     return rollout
 
 
-def test_a_later_turn_of_generate_that_is_refused_leaves_its_row_out(make: Make) -> None:
+def test_generate_refused_in_later_turn_leaves_row_out(make: Make) -> None:
     """What stands for it there is no token that the model has said."""
     rollout = generates([[5]] * 8, [[5] * (200 if row == 3 else 5) for row in range(8)])
     first, _ = steps_of(make(calculates, nothing, rollout_func=rollout))
     assert first["rollout/refused"] == 1
 
 
-def test_generate_for_some_rows_says_nothing_of_others(make: Make) -> None:
+def test_generate_of_some_rows_counts_turns_and_raises_on_refusal(make: Make) -> None:
     rollout = generates([[5]] * 8, [[6]] * 3)
     first, _ = steps_of(make(calculates, nothing, rollout_func=rollout))
     assert first["rollout/turns"] == 11 / 8
@@ -286,7 +286,7 @@ def tells_tokens_apart(completion_ids: list[list[int]], **more: Any) -> list[flo
     return [float(sum(place * token for place, token in enumerate(ids, 1))) for ids in completion_ids]
 
 
-def test_what_it_keeps_for_its_thread_is_there_in_the_next_batch(make: Make) -> None:
+def test_rollout_func_keeps_its_thread_between_batches(make: Make) -> None:
     opened: list[sqlite3.Connection] = []
 
     def remembers() -> None:
@@ -301,7 +301,7 @@ def test_what_it_keeps_for_its_thread_is_there_in_the_next_batch(make: Make) -> 
 
 
 @pytest.mark.parametrize("way", ["generate", "sample"])
-def test_one_that_sets_an_alarm_has_the_main_thread(
+def test_rollout_func_setting_alarm_restarts_in_main_thread(
     make: Make, script: Script, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:
     """It begins again there, with the seeds that it had."""
@@ -328,7 +328,7 @@ def test_one_that_sets_an_alarm_has_the_main_thread(
 
 
 @pytest.mark.parametrize("way", ["generate", "sample"])
-def test_in_the_main_thread_engines_return_too(make: Make, script: Script, way: str) -> None:
+def test_rollout_func_in_main_thread_survives_engine_death(make: Make, script: Script, way: str) -> None:
     trainer = make(says_its_seed, tells_tokens_apart, rollout_func=in_its_way(way, sets_an_alarm))
     plain = [step["reward"] for step in steps_of(trainer)]
     trainer = make(says_its_seed, tells_tokens_apart, rollout_func=in_its_way(way, sets_an_alarm))
@@ -339,7 +339,7 @@ def test_in_the_main_thread_engines_return_too(make: Make, script: Script, way: 
 
 
 @pytest.mark.parametrize("way", ["generate", "sample"])
-def test_in_the_main_thread_a_batch_has_its_time_too(make: Make, way: str) -> None:
+def test_rollout_func_in_main_thread_ends_at_rollout_timeout(make: Make, way: str) -> None:
     release = threading.Event()
 
     def hangs(text: str, seed: int) -> str:
@@ -361,7 +361,7 @@ def test_in_the_main_thread_a_batch_has_its_time_too(make: Make, way: str) -> No
         release.set()
 
 
-def test_what_it_prints_is_its_own(make: Make) -> None:
+def test_rollout_func_redirected_stdout_holds_only_its_prints(make: Make) -> None:
     collected: list[str] = []
     inside, goes_on = threading.Event(), threading.Event()
 
@@ -388,7 +388,7 @@ def test_what_it_prints_is_its_own(make: Make) -> None:
     assert sys.stdout is before
 
 
-def test_a_rollout_function_without_log_probabilities_cannot_have_the_clip_on_them(make: Make) -> None:
+def test_rollout_func_without_logprobs_with_engine_clip_raises(make: Make) -> None:
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         ids = trainer.processing_class.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
         _, said, _, _ = trainer.vllm_generation.generate(prompts=ids, images=None, num_generations=4)

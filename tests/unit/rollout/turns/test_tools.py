@@ -49,18 +49,18 @@ class Unshown:
         (Unshown(), "{'error': 'its result cannot be shown: RuntimeError: not for you'}"),
     ],
 )
-def test_whatever_it_returns_becomes_a_message(returned: Any, shown: Any) -> None:
+def test_tool_result_of_any_type_becomes_message(returned: Any, shown: Any) -> None:
     assert run(runner(), call("tool"), tool=lambda: returned) == [shown]
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
-def test_what_is_no_text_ends_the_job(kind: str) -> None:
+def test_tool_result_with_image_or_video_raises(kind: str) -> None:
     """Its placeholder would stand in the episode with nothing behind it."""
     with pytest.raises(ValueError, match=rf"tool shows returned a part of type '{kind}' \[GRPO-617\]: .*from tools"):
         run(runner(), call("shows"), shows=lambda: [{"type": "text", "text": "see"}, {"type": kind, kind: object()}])
 
 
-def test_errors_are_reported_as_trl_reports_them() -> None:
+def test_tool_errors_are_reported_in_trl_form() -> None:
     def fails(a: int) -> int:
         raise ValueError(f"no {a}")
 
@@ -81,7 +81,7 @@ def test_errors_are_reported_as_trl_reports_them() -> None:
     assert tools.counts == {"calls": 5, "failures": 5}
 
 
-def test_asynchronous_tools_run_together_and_come_last() -> None:
+def test_async_tools_run_together_after_sync_ones() -> None:
     """In TRL's order."""
     met = threading.Barrier(2)
 
@@ -102,7 +102,7 @@ def test_asynchronous_tools_run_together_and_come_last() -> None:
 
 
 @pytest.mark.parametrize("ends", [SystemExit(3), KeyboardInterrupt()])
-def test_an_exit_is_reported_as_any_other_error(ends: BaseException) -> None:
+def test_exit_in_tool_is_reported_as_error(ends: BaseException) -> None:
     """Code that the model wrote, say; it would end the event loop, and its thread."""
 
     async def leaves() -> None:
@@ -117,7 +117,7 @@ def test_an_exit_is_reported_as_any_other_error(ends: BaseException) -> None:
     assert type(ends).__name__ in messages[1]["content"]
 
 
-def test_text_that_is_no_unicode_reaches_no_screen_and_no_tokenizer() -> None:
+def test_tool_errors_with_lone_surrogates_stay_encodable() -> None:
     half = json.loads('"\\ud83d"')  # of a pair, as a model may write it
     screen = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
 
@@ -139,7 +139,7 @@ def test_text_that_is_no_unicode_reaches_no_screen_and_no_tokenizer() -> None:
         assert "error" in message["content"]
 
 
-def test_one_that_hangs_is_left_alone_counted_and_named() -> None:
+def test_hanging_tool_is_abandoned_counted_and_named() -> None:
     said: list[str] = []
     release = threading.Event()
     tools = runner(timeout_s=0.1, say=said.append)
@@ -166,7 +166,7 @@ def test_one_that_hangs_is_left_alone_counted_and_named() -> None:
     assert not tools.running
 
 
-def test_a_limit_of_those_that_hang() -> None:
+def test_abandoned_tools_above_limit_raise() -> None:
     release = threading.Event()
     tools = runner(timeout_s=0.05, max_abandoned=1)
     run(tools, call("stuck"), stuck=release.wait)
@@ -175,7 +175,7 @@ def test_a_limit_of_those_that_hang() -> None:
     release.set()
 
 
-def test_episodes_share_the_threads() -> None:
+def test_tool_runner_max_threads_limits_concurrent_calls() -> None:
     """As many calls at a time as are allowed, and one that hangs gives its place back."""
     now, most, lock = 0, 0, threading.Lock()
 
@@ -201,7 +201,7 @@ def test_episodes_share_the_threads() -> None:
     release.set()
 
 
-def test_one_thread_is_the_same_for_all_calls_until_one_hangs() -> None:
+def test_tool_runner_with_one_thread_replaces_it_after_hang() -> None:
     """For what belongs to a thread: a connection of sqlite's, a browser."""
     seen: list[int | None] = []
     prepared: list[int | None] = []
@@ -220,7 +220,7 @@ def test_one_thread_is_the_same_for_all_calls_until_one_hangs() -> None:
     release.set()
 
 
-def test_a_episode_whose_call_hangs_calls_nothing_more() -> None:
+def test_episode_with_hanging_call_calls_no_more_tools() -> None:
     release = threading.Event()
     said: list[str] = []
 

@@ -23,7 +23,7 @@ LONG = {"max_completion_length": 250, "vllm_max_model_length": 300}
 
 
 @pytest.mark.parametrize("old_logprobs", ["trainer", "engine"])
-def test_tools_are_called_and_what_they_say_is_not_trained_on(old_logprobs: str, make: Make, script: Script) -> None:
+def test_train_with_tools_masks_tool_tokens(old_logprobs: str, make: Make, script: Script) -> None:
     seen: list[dict[str, Any]] = []
     trainer = make(calculates, tools=[times], config={"old_logprobs": old_logprobs})
     score = trainer._generate_and_score_completions
@@ -56,7 +56,7 @@ def test_tools_are_called_and_what_they_say_is_not_trained_on(old_logprobs: str,
     assert all(sample.overrides["max_tokens"] < 64 for sample in again)
 
 
-def test_the_same_seed_gives_the_same_curve_whatever_comes_first(
+def test_train_with_same_seed_repeats_curve_at_any_tool_speed(
     make: Make, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tools take their time, another one at each turn."""
@@ -82,7 +82,7 @@ def test_the_same_seed_gives_the_same_curve_whatever_comes_first(
     assert curves[0] == curves[1] == curves[2]
 
 
-def test_asynchronous_and_synchronous_tools_side_by_side(make: Make) -> None:
+def test_train_with_sync_and_async_tools_answers_both(make: Make) -> None:
     def reply(text: str, seed: int) -> str:
         if (asked := USER.search(text)) is None:
             return "".join(re.findall(r"<t>(\d+)<e>", text)) + "<e>"
@@ -99,9 +99,7 @@ def test_asynchronous_and_synchronous_tools_side_by_side(make: Make) -> None:
     assert steps_of(make(reply, both, tools=[times, plus], config=LONG))[0]["reward"] == 1.0
 
 
-def test_a_tool_that_hangs_costs_its_deadline_and_the_row_goes_on(
-    make: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_with_hanging_tool_abandons_call_and_goes_on(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     release = threading.Event()
 
     def stuck(a: int, b: int) -> int:
@@ -128,7 +126,7 @@ def test_a_tool_that_hangs_costs_its_deadline_and_the_row_goes_on(
     release.set()
 
 
-def test_too_many_that_hang_end_the_job_with_the_first_cause(make: Make) -> None:
+def test_train_above_max_abandoned_tools_raises(make: Make) -> None:
     release = threading.Event()
 
     def stuck() -> int:
@@ -143,7 +141,7 @@ def test_too_many_that_hang_end_the_job_with_the_first_cause(make: Make) -> None
     release.set()
 
 
-def test_a_batch_that_does_not_end_says_what_it_waits_for(make: Make) -> None:
+def test_train_at_rollout_timeout_names_pending_tool(make: Make) -> None:
     release = threading.Event()
 
     def stuck() -> int:
@@ -163,7 +161,7 @@ def test_a_batch_that_does_not_end_says_what_it_waits_for(make: Make) -> None:
 
 
 @pytest.mark.parametrize("max_tool_threads", [None, 8])
-def test_an_environment_whose_call_hangs_is_used_for_no_other_episode(make: Make, max_tool_threads: int | None) -> None:
+def test_environment_with_hanging_call_is_not_reused(make: Make, max_tool_threads: int | None) -> None:
     release, made = threading.Event(), []
 
     class Stuck(Guessing):
@@ -189,7 +187,7 @@ def test_an_environment_whose_call_hangs_is_used_for_no_other_episode(make: Make
     release.set()
 
 
-def test_a_trainer_that_nobody_holds_leaves_no_thread(make: Make) -> None:
+def test_trainer_after_deletion_leaves_no_threads(make: Make) -> None:
     before = set(threading.enumerate())
     trainer = make(calculates, tools=[times], config={"max_steps": 1})
     trainer.train()
@@ -201,7 +199,7 @@ def test_a_trainer_that_nobody_holds_leaves_no_thread(make: Make) -> None:
         time.sleep(0.02)
 
 
-def test_an_environment_that_owns_data_and_reward(make: Make) -> None:
+def test_environment_with_own_data_and_reward_trains(make: Make) -> None:
     trainer = make(halves, None, environment_factory=Guessing, train_dataset=None, config=LONG)
     first, _ = steps_of(trainer)
     assert first["reward"] == pytest.approx(1 / 3)  # 4, 7, 5
@@ -209,7 +207,7 @@ def test_an_environment_that_owns_data_and_reward(make: Make) -> None:
     assert all(environment.resets == 2 for environment in trainer._environment_pool[None])  # made once
 
 
-def test_several_kinds_of_environments(make: Make) -> None:
+def test_train_with_two_environment_kinds_logs_reward_of_each(make: Make) -> None:
     class Once(Guessing):
         def reset(self, **columns: Any) -> str:
             self.number, self.tries = 4, 0
@@ -223,7 +221,7 @@ def test_several_kinds_of_environments(make: Make) -> None:
     assert {round(reward, 3) for reward in rewards if reward == reward} <= {0.333, 1.0}
 
 
-def test_an_environment_whose_reset_fails_ends_the_job_with_its_words(make: Make) -> None:
+def test_environment_with_failing_reset_ends_job_with_its_error(make: Make) -> None:
     class Broken(Guessing):
         def reset(self, **columns: Any) -> str:
             raise OSError("the game server is down")
@@ -248,7 +246,7 @@ def calm(make: Make, script: Script) -> list[dict[str, Any]]:
     return _calm[0]
 
 
-def test_an_engine_that_dies_in_mid_episode_comes_back_and_nothing_changes(
+def test_train_after_engine_death_in_episode_gives_same_results(
     make: Make, script: Script, calm: list[dict[str, Any]]
 ) -> None:
     script.deaths.append(("submit", 11))  # in the second turns
@@ -259,7 +257,7 @@ def test_an_engine_that_dies_in_mid_episode_comes_back_and_nothing_changes(
 
 
 @pytest.mark.parametrize("death", ["in a weight sync", "idle"])
-def test_an_engine_that_dies_between_batches_comes_back_too(
+def test_train_after_engine_death_between_batches_gives_same_losses(
     make: Make, script: Script, calm: list[dict[str, Any]], death: str
 ) -> None:
     if death == "in a weight sync":
@@ -278,7 +276,7 @@ def test_an_engine_that_dies_between_batches_comes_back_too(
     assert stirred[-1]["weight_sync/repeats"] == (death == "in a weight sync")
 
 
-def test_an_engine_that_dies_while_a_tool_hangs_comes_back_when_that_is_interrupted(make: Make, script: Script) -> None:
+def test_train_after_engine_death_during_hanging_tool_restarts_engine(make: Make, script: Script) -> None:
     """The main thread, which all ranks need to bring the engine back, is in the tool."""
     never, calls = threading.Event(), []
 
@@ -302,7 +300,7 @@ def test_an_engine_that_dies_while_a_tool_hangs_comes_back_when_that_is_interrup
     assert first["reward"] == 3 / 8
 
 
-def test_a_failure_elsewhere_is_no_failure_of_a_tool_that_catches_everything(make: Make) -> None:
+def test_job_failure_in_tool_catching_everything_ends_job(make: Make) -> None:
     reported: list[str] = []
 
     def catches(a: int, b: int) -> str:
@@ -329,7 +327,7 @@ def test_a_failure_elsewhere_is_no_failure_of_a_tool_that_catches_everything(mak
     assert reported == ["JobFailed"]
 
 
-def test_with_restart_used_up_the_job_ends_with_the_engines_death(make: Make, script: Script) -> None:
+def test_train_after_engine_death_without_restarts_left_fails(make: Make, script: Script) -> None:
     script.deaths.append(("submit", 11))
     trainer = make(calculates, tools=[times], config={"vllm_max_restarts": 0})
     with pytest.raises(JobFailed, match="killed by signal 9"):
@@ -339,7 +337,7 @@ def test_with_restart_used_up_the_job_ends_with_the_engines_death(make: Make, sc
 # -- prompts that no engine takes -------------------------------------------------------------------------------------
 
 
-def test_a_prompt_without_space_is_left_out_and_its_rewards_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_with_too_long_prompt_leaves_its_rows_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": [{"role": "user", "content": text}], "answer": 408} for text in ("12*34", "12*34" + 90 * " ")]
     data = Dataset.from_list(rows)
     shown: list[int] = []
@@ -362,7 +360,7 @@ def test_a_prompt_without_space_is_left_out_and_its_rewards_too(make: Make, monk
 
 
 @pytest.mark.parametrize("kind", ["tools", "environment"])
-def test_two_and_two_steps_are_four(kind: str, make: Make, tmp_path: Path) -> None:
+def test_resume_with_episodes_matches_uninterrupted_run(kind: str, make: Make, tmp_path: Path) -> None:
     """A stop between batches, and a resume: the same samples, the same weights."""
 
     def hastily(text: str, seed: int) -> str:

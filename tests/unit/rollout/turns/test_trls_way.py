@@ -20,7 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_is_what_trl_makes_of_it(way: str, model: Path, tmp_path: Path) -> None:
+def test_train_without_engines_matches_trl(way: str, model: Path, tmp_path: Path) -> None:
     def trained(kind: Any, config: Any) -> list[dict[str, float]]:
         args = config(
             output_dir=str(tmp_path / kind.__module__),

@@ -75,13 +75,13 @@ def roles(found: Episode) -> str:
     return "".join(message["role"][0] for message in found.messages)
 
 
-def test_no_tool_one_turn() -> None:
+def test_episode_without_tool_call_takes_one_turn() -> None:
     found = episode(Model([5, END]))
     assert (found.token_ids, found.logprobs, found.tool_mask) == ([5, END], [-5.0, -2.0], [1, 1])
     assert roles(found) == "a"
 
 
-def test_tokens_masks_and_log_probabilities_over_three_turns() -> None:
+def test_episode_of_three_turns_has_exact_tokens_masks_and_logprobs() -> None:
     model = Model([5, CALL], [CALL, 6, CALL], [8, END])
     found = episode(model)
     assert found.token_ids == [5, CALL, 7, 7, CALL, 6, CALL, 7, 7, 7, 7, 8, END]
@@ -101,14 +101,14 @@ def test_tokens_masks_and_log_probabilities_over_three_turns() -> None:
     [({"max_completion_tokens": 5}, "xxxx"), ({"max_model_len": 7}, "xx"), ({}, "x" * 1_000_000)],
     ids=["the completion", "the context", "a megabyte"],
 )
-def test_a_result_that_has_no_space_ends_it_as_if_no_tool_was_called(limits: dict[str, int], result: str) -> None:
+def test_episode_with_too_long_result_drops_tool_call(limits: dict[str, int], result: str) -> None:
     model = Model([5, CALL], [6, END])
     found = episode(model, result=result, **limits)
     assert (found.token_ids, found.tool_mask, roles(found)) == ([5, CALL], [1, 1], "a")
     assert len(model.asked) == 1
 
 
-def test_a_result_that_fills_the_completion_is_its_end() -> None:
+def test_episode_with_result_filling_completion_ends() -> None:
     """TRL samples once more there and throws everything away."""
     model = Model([5, CALL], [6, END])
     found = episode(model, max_completion_tokens=4)
@@ -116,25 +116,25 @@ def test_a_result_that_fills_the_completion_is_its_end() -> None:
     assert len(model.asked) == 1
 
 
-def test_the_last_turn_is_cut_where_the_completion_ends() -> None:
+def test_episode_last_turn_is_cut_at_completion_limit() -> None:
     found = episode(Model([5, CALL], [6, 6, 6, 6, END]), max_completion_tokens=6)
     assert found.token_ids == [5, CALL, 7, 7, 6, 6]
 
 
-def test_a_turn_may_be_shorter_than_what_is_left() -> None:
+def test_episode_with_max_turn_tokens_cuts_later_turn() -> None:
     """As with `max_tokens` in generation_kwargs; of the first turn the engine knows it."""
     model = Model([5, CALL], [6, 6, 6, 6, END])
     assert episode(model, max_turn_tokens=3).token_ids == [5, CALL, 7, 7, 6, 6, 6]
     assert [asked for _, asked in model.asked] == [None, 3]
 
 
-def test_no_more_turns_with_tools_than_allowed() -> None:
+def test_episode_with_max_tool_turns_stops_calling_tools() -> None:
     found = episode(Model([CALL], [CALL], [CALL], [CALL]), turns=2)
     assert found.token_ids == [CALL, 7, 7, CALL, 7, 7, CALL]
     assert roles(found) == "atata"
 
 
-def test_a_refused_prompt_and_a_refused_turn() -> None:
+def test_episode_with_refused_prompt_or_turn_ends() -> None:
     found = episode(Model(refused_from=0))
     assert (found.refusal, found.token_ids, found.messages) == ("too long", [], [])
     found = episode(Model([5, CALL], refused_from=1))

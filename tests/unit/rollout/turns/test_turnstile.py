@@ -28,25 +28,25 @@ def order_of(*rows: list[tuple[int, bool]]) -> list[int]:
     return passed
 
 
-def test_rows_call_in_their_order_whichever_comes_first() -> None:
+def test_turnstile_passes_rows_in_order() -> None:
     assert order_of([(9, True)], [(5, True)], [(1, True)]) == [0, 1, 2]
 
 
-def test_each_calls_once_before_any_calls_twice() -> None:
+def test_turnstile_passes_each_row_once_per_round() -> None:
     assert order_of([(1, True), (1, True)], [(9, True), (1, True)]) == [0, 1, 0, 1]
 
 
-def test_rows_that_have_ended_are_waited_for_no_more() -> None:
+def test_turnstile_skips_ended_rows() -> None:
     assert order_of([(1, True), (9, True)], [], [(5, True)]) == [0, 2, 0]
     assert order_of([], [(1, True), (1, True), (1, True)], []) == [1, 1, 1]
 
 
-def test_calls_that_need_no_main_thread_neither_wait_nor_are_waited_for() -> None:
+def test_turnstile_lets_thread_calls_pass_without_waiting() -> None:
     assert order_of([(50, True)], [(1, False), (1, False)]) == [1, 1, 0]
     assert order_of([(1, False)], [(5, True)]) == [0, 1]
 
 
-def test_one_that_is_given_up_lets_the_others_pass() -> None:
+def test_turnstile_after_cancelled_wait_lets_others_pass() -> None:
     async def given_up() -> bool:
         turnstile = Turnstile(2)
 
