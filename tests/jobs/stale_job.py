@@ -21,7 +21,7 @@ deliver, fill, require = WeightDelivery.deliver, GatheredSource.fill, WeightDeli
 
 
 def noted_deliver(self, now):
-    node[0], step[0] = self._groups.topology.node, now
+    node[0], step[0] = self.groups.topology.node, now
     return deliver(self, now)
 
 

@@ -23,7 +23,7 @@ CALL_S = 120.0
 ANSWER_S = 240.0
 PLACES = 34
 NUM_TOKENS = 600  # of a completion: a weight sync comes after a few
-ATTEMPTS = 10  # to find all completions under way; a process may be starved while the engine goes on
+ATTEMPTS = 40  # to find all completions under way; a process may be starved while the engine goes on
 NUM_PROMPTS, COPIES = 8, 4
 
 
