@@ -83,8 +83,8 @@ class MadeUpLengths:
     def abort(self, ids: Sequence[int]) -> None:
         self._client.abort(ids)
 
-    def listen(self, hear: Callable[[Sampled | EngineError], None]) -> None:
-        self._client.listen(hear)
+    def listen(self, on_answer: Callable[[Sampled | EngineError], None]) -> None:
+        self._client.listen(on_answer)
 
     def error(self, what: str) -> EngineError:
         return self._client.error(what)

@@ -137,13 +137,13 @@ class GenerationSampler(Sampler[int]):
         """
         if self.digest(num_batches) != digest:
             raise ValueError(
-                f"{self._who} gives other rows than before the checkpoint, so that this run "
+                f"{self._owner} gives other rows than before the checkpoint, so that this run "
                 "cannot go on where it was [GRPO-213]: let its order follow from the data set, the epoch and random "
                 "numbers alone, or begin a new run with the checkpoint's folder as the model"
             )
 
     @property
-    def _who(self) -> str:
+    def _owner(self) -> str:
         return "prompt_order"
 
 
@@ -206,7 +206,7 @@ class DrawnSampler(GenerationSampler):
         return True
 
     @property
-    def _who(self) -> str:
+    def _owner(self) -> str:
         return f"the sampler of _get_train_sampler, {_name(self._sampler)},"
 
     @contextlib.contextmanager

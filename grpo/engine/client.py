@@ -96,7 +96,7 @@ class EngineClient:
         self._stalls = StallWatch(stall_timeout_s, on_cpu=not environment.get("CUDA_VISIBLE_DEVICES"))
         self._stuck = ""  # since when, and its stacks
         self._ready: Future[Ready] = Future()
-        self._hear: Callable[[Sampled | EngineError], None] = lambda answer: None
+        self._on_answer: Callable[[Sampled | EngineError], None] = lambda answer: None
         self._death: EngineDied | None = None
         self._said = Died(cause="")  # the host's own last message
         self._closing = self._is_late = False
@@ -163,17 +163,17 @@ class EngineClient:
                     self._is_late = True
                     raise self.error(f"is not ready after {timeout_s:.0f} s (vllm_start_timeout) [GRPO-401]") from None
 
-    def listen(self, hear: Callable[[Sampled | EngineError], None]) -> None:
+    def listen(self, on_answer: Callable[[Sampled | EngineError], None]) -> None:
         """Set the receiver of results from `submit`.
 
         Args:
-            hear: called from another thread with every completion or refusal, and with an error if the engine fails at
-                one or dies; immediately if it is dead.
+            on_answer: called from another thread with every completion or refusal, and with an error if the engine
+                fails at one or dies; immediately if it is dead.
         """
         with self._lock:
-            self._hear, death = hear, self._death
+            self._on_answer, death = on_answer, self._death
         if death is not None:
-            hear(death)
+            on_answer(death)
 
     def submit(self, sample: Sample) -> None:
         """Send completions to be sampled; results go to the receiver set by `listen`."""
@@ -258,7 +258,7 @@ class EngineClient:
                         self._has_generated |= not self._owed
                     for sampled in message.sampled:
                         is_lost = sampled.error is not None and not sampled.is_refusal
-                        self._hear(self.error(f"failed at a request: {sampled.error}") if is_lost else sampled)
+                        self._on_answer(self.error(f"failed at a request: {sampled.error}") if is_lost else sampled)
                 case Reply():
                     with self._lock:
                         method, future = self._calls.pop(message.call_id, ("", None))
@@ -315,13 +315,13 @@ class EngineClient:
             with contextlib.suppress(OSError), self.log_path.open("ab") as log:
                 log.write(f"{death.what}\n".encode())
         with self._lock:
-            self._death, hear = death, self._hear
+            self._death, on_answer = death, self._on_answer
             waiting = [future for _, future in self._calls.values()]
             self._calls.clear()
         if not self._ready.done():
             waiting.append(self._ready)
         for future in waiting:
             future.set_exception(death)
-        hear(death)
+        on_answer(death)
         if self._on_death is not None and not closing:
             self._on_death(death)

@@ -31,8 +31,8 @@ class EngineLike(Protocol):
     def wait_ready(self, timeout_s: float, check: Callable[[], None] = ...) -> Ready:
         """Wait until it takes work; raises EngineError."""
 
-    def listen(self, hear: Callable[[Sampled | EngineError], None]) -> None:
-        """Send results, and the engine's end, to `hear` from now on; immediately if it is dead."""
+    def listen(self, on_answer: Callable[[Sampled | EngineError], None]) -> None:
+        """Send results, and the engine's end, to `on_answer` from now on; immediately if it is dead."""
 
     def submit(self, sample: Sample) -> None:
         """Send completions to be sampled."""

@@ -139,7 +139,7 @@ class Introduction:
         self._secret, self._place = secret, place
         self._ours, self._theirs = new_challenge(), ""
 
-    def hear(self) -> NodePlace | None:
+    def read_place(self) -> NodePlace | None:
         """Read arrived messages. Returns the other side's place once that side has proved its knowledge of the secret.
         The place comes with the proof: a peer that is stopped right after it can still be named.
 
@@ -206,7 +206,7 @@ def _join_at(
         introduction, poll = Introduction(connection, secret, place), select.poll()
         poll.register(connection, select.POLLIN)
         while time.monotonic() < deadline:
-            if poll.poll(100) and (hub := introduction.hear()) is not None:
+            if poll.poll(100) and (hub := introduction.read_place()) is not None:
                 tune(connection, timeout_s)
                 return introduction.channel, hub
         raise TimeoutError(f"says nothing for {answer_s:g} s")

@@ -123,10 +123,10 @@ class Hub(Between):
             self._turn_away(next(iter(strangers)))
         channel, challenge = Channel(connection), new_challenge()
         newcomer = self._newcomers[channel] = _Newcomer(challenge, self.loop.clock.now_s)
-        self.loop.selector.register(connection, selectors.EVENT_READ, partial(self._hear, channel, newcomer))
+        self.loop.selector.register(connection, selectors.EVENT_READ, partial(self._read, channel, newcomer))
         channel.send("challenge", challenge=challenge)
 
-    def _hear(self, channel: Channel, newcomer: _Newcomer) -> None:
+    def _read(self, channel: Channel, newcomer: _Newcomer) -> None:
         if channel not in self._newcomers:  # it was turned away in this turn of the loop
             return
         messages = channel.receive()

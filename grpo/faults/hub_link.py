@@ -123,7 +123,7 @@ class HubLink(Between):
         code = connection.connect_ex(self._address)
         attempt = self._attempt = Introduction(connection, self.secret, self.place)
         self._attempt_s = self.loop.clock.now_s
-        self.loop.selector.register(connection, selectors.EVENT_READ, partial(self._hear_attempt, attempt))
+        self.loop.selector.register(connection, selectors.EVENT_READ, partial(self._read_attempt, attempt))
         if code == errno.ECONNREFUSED:
             self._on_end(self._hub.silent_s())
 
@@ -133,11 +133,11 @@ class HubLink(Between):
             self._attempt.channel.close()
             self._attempt = None
 
-    def _hear_attempt(self, attempt: Introduction) -> None:
+    def _read_attempt(self, attempt: Introduction) -> None:
         if attempt is not self._attempt:  # it was given up in this turn of the loop
             return
         try:
-            if attempt.hear() is None:
+            if attempt.read_place() is None:
                 return
         except OSError as error:
             self._give_up_attempt()

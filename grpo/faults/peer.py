@@ -36,14 +36,14 @@ class Peer:
 
     def __post_init__(self) -> None:
         self._channels: list[Channel] = []  # oldest first
-        self._heard_s = self.loop.clock.now_s
+        self._last_message_s = self.loop.clock.now_s
         self._silent_before_s = 0.0  # its last connection was reset
 
     def add(self, channel: Channel) -> None:
         """Add a connection after its handshake."""
-        self._heard_s = self.loop.clock.now_s
+        self._last_message_s = self.loop.clock.now_s
         self._channels.append(channel)
-        self.loop.selector.register(channel.socket, selectors.EVENT_READ, partial(self._hear, channel))
+        self.loop.selector.register(channel.socket, selectors.EVENT_READ, partial(self._read, channel))
 
     def send(self, kind: str, **values: Any) -> None:
         """Send on the newest connection; messages that must arrive are repeated on the next one."""
@@ -59,7 +59,7 @@ class Peer:
         self.loop.selector.unregister(channel.socket)
         channel.close()
 
-    def _hear(self, channel: Channel) -> None:
+    def _read(self, channel: Channel) -> None:
         if channel in self._channels:  # else it was dropped in this turn of the loop
             self.take(channel, channel.receive())
 
@@ -67,7 +67,7 @@ class Peer:
         """Handle messages from one of its connections."""
         silent_s = self.silent_s()
         if messages:
-            self._heard_s = self.loop.clock.now_s
+            self._last_message_s = self.loop.clock.now_s
             for older in self._channels[: self._channels.index(channel)]:
                 self._drop(older)
         for message in messages:
@@ -80,14 +80,14 @@ class Peer:
         if channel.error is None:
             self.on_end(silent_s)
         else:
-            self._heard_s, self._silent_before_s = self.loop.clock.now_s, silent_s
+            self._last_message_s, self._silent_before_s = self.loop.clock.now_s, silent_s
             self.on_loss()
 
     # -- silence --------------------------------------------------------------------------------------------------
 
     def silent_s(self) -> float:
         """Seconds of silence on all connections; without a connection, the silence before the reset."""
-        return self.loop.clock.now_s - self._heard_s if self._channels else self._silent_before_s
+        return self.loop.clock.now_s - self._last_message_s if self._channels else self._silent_before_s
 
     def is_connected(self) -> bool:
         return bool(self._channels)
@@ -104,7 +104,7 @@ class Peer:
         """True if it was silent for too long."""
         if self._channels:
             return self.silent_s() > self.loop.timeout_s
-        return self.loop.clock.now_s - self._heard_s > RETURN_BEATS * beat_interval_s(self.loop.timeout_s)
+        return self.loop.clock.now_s - self._last_message_s > RETURN_BEATS * beat_interval_s(self.loop.timeout_s)
 
     def knows_all(self) -> bool:
         """True if its machine has received everything, or it is lost."""

@@ -133,7 +133,7 @@ class Sentinel:
             if now_s >= next_beat_s:
                 next_beat_s = now_s + self.interval_s
                 self._beat(now_s)
-            self._tell_ranks(now_s)
+            self._inform_ranks(now_s)
         _log.info("ends: all ranks of this node have ended or left")
         held = [rank for rank in self._ranks.values() if rank.is_held]
         for rank in held:
@@ -187,7 +187,7 @@ class Sentinel:
             where: dict[str, Any] = {"node": self.place.node, "rank": rank.rank, "host": self.place.host}
             self.between.report(FailureRecord(**where, phase=phase or rank.phase, cause=cause))
 
-    def _tell_ranks(self, now_s: float) -> None:
+    def _inform_ranks(self, now_s: float) -> None:
         """Send the job's record to the ranks as soon as there is one; repeat failed sends."""
         if (record := self.between.record) is None:
             return
@@ -254,10 +254,10 @@ class Sentinel:
         rank.stacks, rank.progress = packets.descriptors
         _log.debug("rank %d (pid %d) has connected", rank.rank, rank.pid)
         rank.send("place", **asdict(self.place))
-        self._selector.register(packets, selectors.EVENT_READ, lambda: self._hear(rank))
-        self._hear(rank)
+        self._selector.register(packets, selectors.EVENT_READ, lambda: self._read_rank(rank))
+        self._read_rank(rank)
 
-    def _hear(self, rank: Rank) -> None:
+    def _read_rank(self, rank: Rank) -> None:
         while rank.connection is not None:
             try:
                 if (message := rank.connection.receive()) is None:
@@ -305,7 +305,7 @@ class Sentinel:
             self._accept()
             for greet in list(self._nameless.values()):
                 greet()
-        self._hear(rank)  # its last messages
+        self._read_rank(rank)  # its last messages
         _log.debug("the process of rank %d (pid %d) has ended", rank.rank, rank.pid)
         if not rank.has_left:
             self._report_dead(rank)

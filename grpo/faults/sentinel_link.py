@@ -35,7 +35,7 @@ class SentinelLink:
         self.progress = RankProgress()
         """Progress counters of this rank; the sentinel reads them."""
         self._place, self._timeout_s = place, timeout_s
-        self._clock, self._heard_s = AwakeClock(self.interval_s), 0.0
+        self._clock, self._last_message_s = AwakeClock(self.interval_s), 0.0
         self._unsaid: dict[str, Callable[[], dict[str, Any]]] = {}  # latest message by kind, not sent yet
         self._saying = threading.Lock()
         self._table: Table = {}
@@ -76,9 +76,9 @@ class SentinelLink:
     def _keep(self, kind: str, values: Callable[[], dict[str, Any]]) -> None:
         with self._saying:
             self._unsaid[kind] = values
-            self._say_unsaid()
+            self._send_pending()
 
-    def _say_unsaid(self) -> None:
+    def _send_pending(self) -> None:
         """Send pending messages; call with the lock held."""
         for kind, values in [*self._unsaid.items()]:
             if self.say(kind, **values()):
@@ -86,11 +86,11 @@ class SentinelLink:
 
     # -- receiving --------------------------------------------------------------------------------------------------
 
-    def hear(self) -> FailureRecord | None:
+    def receive(self) -> FailureRecord | None:
         """Receive messages, once per interval and on arrival. Returns the job's record; None while all is well."""
         found = None
         while not self.is_gone and found is None:
-            silent_s = self._clock.tick() - self._heard_s
+            silent_s = self._clock.tick() - self._last_message_s
             try:
                 if (message := self._packets.receive()) is None:
                     break
@@ -98,10 +98,10 @@ class SentinelLink:
             except EOFError:
                 self.is_gone = True
                 found = self._place.is_gone(silent_s, self._timeout_s)
-            self._heard_s = self._clock.now_s
+            self._last_message_s = self._clock.now_s
         with self._saying:
-            self._say_unsaid()
-        if not self.is_gone and found is None and self._clock.tick() - self._heard_s > self._timeout_s:
+            self._send_pending()
+        if not self.is_gone and found is None and self._clock.tick() - self._last_message_s > self._timeout_s:
             found = self._place.is_silent(self._timeout_s)
             if self._place.pid:  # the sentinel has sent its pid
                 os.kill(self._place.pid, signal.SIGKILL)  # it may be stopped, and no other process would end it
@@ -121,7 +121,7 @@ class SentinelLink:
         return None
 
     def ask(self) -> threading.Event:
-        """Request the phases of all ranks. The event is set by `hear` once `not_come` has them."""
+        """Request the phases of all ranks. The event is set by `receive` once `not_come` has them."""
         self._answered.clear()
         self.say("ask")
         return self._answered

@@ -204,7 +204,7 @@ class FailureWatch:
                 self._reported.release()
         else:  # another thread reports, and waits for this thread to receive
             self._until(self._known, REPORT_S)
-        self._tell()
+        self._notify()
 
     def _settle(self, record: FailureRecord) -> None:
         if self._link is not None and self.record is None and self._link.say("report", record=record.as_dict()):
@@ -230,7 +230,7 @@ class FailureWatch:
             _log.error("the job failed on %s", record, extra=FILE_ONLY)
             self._known.set()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self.record is not None and not self._is_known:
             self._is_known = True
             self.on_record(self.record)
@@ -322,10 +322,10 @@ class FailureWatch:
 
     def _watch(self, link: SentinelLink) -> None:
         while not self._stopped.is_set():
-            self._hear(self._listen(link.interval_s if self.record is None else POLL_S))
+            self._note_signals(self._listen(link.interval_s if self.record is None else POLL_S))
             link.progress.note_collectives()
             if self.record is not None and not self._stopped.is_set():
-                self._tell()
+                self._notify()
                 self._raise_in_main_thread()
                 self._end_if_stuck()
 
@@ -333,13 +333,13 @@ class FailureWatch:
         """Receive from the sentinel for the given time. Returns the numbers of received signals."""
         assert self._link is not None
         events = {key.fileobj for key, _ in self._selector.select(timeout_s)}
-        if (record := self._link.hear()) is not None and not self._stopped.is_set():
+        if (record := self._link.receive()) is not None and not self._stopped.is_set():
             self._take_record(record)
         if self._link in events and self._link.is_gone:
             self._selector.unregister(self._link)
         return self._wake.recv(64) if self._wake in events else b""
 
-    def _hear(self, numbers: bytes) -> None:
+    def _note_signals(self, numbers: bytes) -> None:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             if number in numbers and self.signals.holds(number):
                 self.signals.note(number)

@@ -175,14 +175,14 @@ def _last_words(number: int, topology: NodeTopology | None, rank: int, world_siz
     if topology is None or not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    heard, waker = socket.socketpair()
+    received, waker = socket.socketpair()
     waker.setblocking(False)
     cause = "got SIGTERM while ranks were waited for: by the launcher of this node, or by the scheduler [GRPO-306]"
     record = FailureRecord(node=topology.node, rank=rank, host=topology.host, phase=PHASE, cause=cause)
     store = _job_store().clone()  # the main thread waits in the job's store
 
     def listen() -> None:
-        while numbers := heard.recv(64):
+        while numbers := received.recv(64):
             if signal.SIGTERM in numbers:
                 _say(f"rank {rank} ends: {cause}")
                 with on_expiry(LAST_WORDS_S, lambda: os._exit(128 + signal.SIGTERM)):

@@ -103,7 +103,7 @@ def placeholder_ids(config: Any) -> set[int]:
     return {value for value in named.values() if isinstance(value, int)}
 
 
-def what_is_trained(
+def describe_trained_parts(
     class_name: str, towers: Sequence[str], tower_elements: int, *, takes_images: bool = False, freezes: bool = True
 ) -> str:
     """One line for the screen about frozen and trained parts.

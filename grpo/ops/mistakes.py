@@ -45,7 +45,7 @@ _IS_MISTAKE = "_grpo_is_mistake"  # set on errors that are reported
 
 
 @dataclass(slots=True)
-class Teller:
+class Reporter:
     """State of `reporting_mistakes`."""
 
     output_dir: Path | None
@@ -53,7 +53,7 @@ class Teller:
 
 
 @contextlib.contextmanager
-def reporting_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Teller]:
+def reporting_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Reporter]:
     """Wrap a rank's whole program: report its failure once, and re-raise it.
 
     For a mistake (of the user, or out of device memory) that ends the job, rank 0 writes at most `MAX_LINES` lines to
@@ -64,16 +64,16 @@ def reporting_mistakes(output_dir: "str | Path | None" = None) -> Iterator[Telle
     torchrun as by its `@record`. Errors that end the job are written into `run_state.json`. If nested, the innermost
     one reports.
     """
-    teller = Teller(None if output_dir is None else Path(output_dir))
+    reporter = Reporter(None if output_dir is None else Path(output_dir))
     _silence_what_is_reported()
     start_log()
     try:
-        yield teller
+        yield reporter
     except BaseException as error:
         if not hasattr(error, _IS_MISTAKE):
             is_for_user = kind_of(error) in (FailureKind.USER, FailureKind.MEMORY)
             setattr(error, _IS_MISTAKE, is_for_user and (ends_job(error) or is_raised_by_users_code(error)))
-            _tell(error, teller.output_dir)
+            _report(error, reporter.output_dir)
         raise
 
 
@@ -112,7 +112,7 @@ def _cut(text: str, lines: int) -> str:
     return "\n".join(kept if len(kept) <= lines else [*kept[: lines - 1], f"… ({len(kept) - lines + 1} more lines)"])
 
 
-def _tell(error: BaseException, output_dir: Path | None) -> None:
+def _report(error: BaseException, output_dir: Path | None) -> None:
     if isinstance(error, (KeyboardInterrupt, GeneratorExit)) or (isinstance(error, SystemExit) and not error.code):
         return
     rank, local_rank = _place()

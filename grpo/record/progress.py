@@ -19,7 +19,7 @@ from transformers.trainer_utils import has_length
 
 from grpo.place.launch import read_launch
 from grpo.place.log import FILE_ONLY
-from grpo.record.screen import show_log, speak_above
+from grpo.record.screen import print_above, show_log
 
 PACE_S = 3600.0  # window of the mean step time: covers several generation batches, with and without a save
 _log = logging.getLogger(__name__)
@@ -134,10 +134,10 @@ class ProgressOnScreen(TrainerCallback):
             with contextlib.suppress(*_GONE):
                 bar.start()
                 self._draw(bar)
-                speak_above(bar.console)
+                print_above(bar.console)
 
     def _hide(self, bar: Progress) -> None:
-        speak_above(None)
+        print_above(None)
         if bar.live.is_started:
             with contextlib.suppress(*_GONE):
                 bar.stop()

@@ -155,7 +155,7 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def where_it_runs(places: Sequence[tuple[int, str]], topology: NodeTopology | None) -> dict[str, Any]:
+def describe_placement(places: Sequence[tuple[int, str]], topology: NodeTopology | None) -> dict[str, Any]:
     """Return the `topology` of `run.json`.
 
     Args:

@@ -52,7 +52,7 @@ def show_log(level: int | None = None) -> None:
         logging.getLogger("grpo").addHandler(_screen)
 
 
-def speak_above(console: Console | None) -> None:
+def print_above(console: Console | None) -> None:
     """Let `say` print above the bar drawn on this console, until the next call."""
     global _bar_console
     _bar_console = console
@@ -82,7 +82,7 @@ def _write_to_nobody() -> None:
         os.dup2(nobody.fileno(), sys.stdout.fileno())
 
 
-def what_runs_where(topology: NodeTopology, output_dir: Path, *, model: str) -> list[str]:
+def placement_lines(topology: NodeTopology, output_dir: Path, *, model: str) -> list[str]:
     """Lines about placement: GPUs and hosts of this node's ranks and engines, and the number of the others."""
     nodes, engines = _count(topology.num_nodes, "node"), _count(topology.num_engines, "engine")
     ranks = _span("rank", [str(rank) for rank in topology.node_ranks])
@@ -101,7 +101,7 @@ def what_runs_where(topology: NodeTopology, output_dir: Path, *, model: str) -> 
     ]
 
 
-def what_came_of_it(log_history: Sequence[Mapping[str, Any]], output_dir: Path, *, first_step: int) -> list[str]:
+def closing_lines(log_history: Sequence[Mapping[str, Any]], output_dir: Path, *, first_step: int) -> list[str]:
     """Lines about the result: steps, seconds, first and last reward, and the locations of files.
 
     Args:

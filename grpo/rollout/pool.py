@@ -89,7 +89,7 @@ class EnginePool:
             self._attach(engine, client)
 
     def _attach(self, engine: int, client: EngineLike) -> None:
-        client.listen(partial(self._hear, engine, client))  # first: it may answer at once
+        client.listen(partial(self._on_answer, engine, client))  # first: it may answer at once
         self._senders.start(engine, client)
 
     @property
@@ -108,7 +108,7 @@ class EnginePool:
         on_done: Callable[[Batch], None] | None = None,
         kept: Kept | None = None,
     ) -> Batch:
-        """Start sampling; returns at once. Errors are raised by `collect`, or passed to the callback of `tell`.
+        """Start sampling; returns at once. Errors are raised by `collect`, or passed to the callback of `subscribe`.
 
         Args:
             name: of the batch, for messages.
@@ -189,7 +189,7 @@ class EnginePool:
             f"completions after {timeout_s:g} s (vllm_generate_timeout) [GRPO-411]"
         )
 
-    def tell(self, on_trouble: Callable[[Exception | None], None]) -> None:
+    def subscribe(self, on_trouble: Callable[[Exception | None], None]) -> None:
         """Set a callback for the errors `collect` would raise, for code that waits for batches in another way.
 
         Args:
@@ -343,7 +343,7 @@ class EnginePool:
 
     # -- threads --------------------------------------------------------------------------------------------------
 
-    def _hear(self, engine: int, client: EngineLike, answer: Sampled | EngineError) -> None:
+    def _on_answer(self, engine: int, client: EngineLike, answer: Sampled | EngineError) -> None:
         with self._noting_errors(), self._changed:
             if client is not self._clients[engine]:
                 return  # of an earlier engine

@@ -101,7 +101,7 @@ class BatchGuard:
         if delivery.full_syncs != self._full_syncs:
             self._full_syncs, self._guard = delivery.full_syncs, self._guard.restarted()
         for drift in (drifts := self._guard.judge(gaps)):
-            _log.warning("WARNING: %s", _said_of(drift, hosts[drift.node]))
+            _log.warning("WARNING: %s", _drift_text(drift, hosts[drift.node]))
         if drifts:
             delivery.require_full_sync()
         self._view.note_metrics({"sampling/gap_alarms": float(self._guard.num_alarms)})
@@ -148,7 +148,7 @@ def gap_of_rows(batch: Mapping[str, Any], own: torch.Tensor) -> torch.Tensor:
     return torch.stack([difference.where(counted, 0).sum(1), counted.sum(1)], dim=1)
 
 
-def _said_of(drift: Drift, host: str) -> str:
+def _drift_text(drift: Drift, host: str) -> str:
     return (
         f"node {drift.node} ({host}): log-probabilities of its engines and of the trainer differ by {drift.gap:.3g} "
         f"nats in the mean over the tokens of the last {IN_A_ROW} batches (each above {drift.limit:.3g}), by "

@@ -17,7 +17,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 from grpo.config.models import base_of
 from grpo.model.picture_probe import PictureProbe, engine_ids, picture_probe, rendered
 from grpo.model.pictures import images_of, in_rgb, with_list_of_images
-from grpo.model.text_part import count_towers, freeze_towers, tower_paths, what_is_trained
+from grpo.model.text_part import count_towers, describe_trained_parts, freeze_towers, tower_paths
 from grpo.preflight.images import takes_images
 from grpo.preflight.processor import Processor, load_processor, processor_of
 from grpo.seam.trimming import Score, Trimming, used_columns
@@ -67,7 +67,7 @@ class Pictures:
         if num_elements == 0:
             return None
         name, paths = type(base).__name__, tower_paths(base)
-        return what_is_trained(name, paths, num_elements, takes_images=self.are_taken, freezes=freezes)
+        return describe_trained_parts(name, paths, num_elements, takes_images=self.are_taken, freezes=freezes)
 
     def find(self, text: Sequence[int]) -> PictureProbe | None:
         """Make a prompt with an image for verifications. On every rank, after TRL's own `__init__`.

@@ -23,7 +23,7 @@ from grpo.faults.kinds import note_steps
 from grpo.faults.signals import StopRequest
 from grpo.place.log import FILE_ONLY
 from grpo.record.folder import RunFolder
-from grpo.record.screen import what_came_of_it
+from grpo.record.screen import closing_lines
 from grpo.record.trackers import naming_run, open_tensorboard
 from grpo.seam.ordering import PromptOrder
 from grpo.seam.run import JobRun, say
@@ -127,7 +127,7 @@ class Resuming:
             note_steps(checkpoint.record.step)
             if run.watch is not None:
                 run.watch.enter("resume")
-            say(*what_differs(checkpoint.record, sampling_of(view.args)))
+            say(*changed_sampling(checkpoint.record, sampling_of(view.args)))
         limit = view.args.save_total_limit
         if (kept := kept_limit(limit)) != limit and kept is not None:
             say(f"save_total_limit {limit}: {kept} are kept, in case one is damaged")
@@ -212,7 +212,7 @@ class Resuming:
             )
             folder.answer_requests()
             if stop is None:
-                say(*what_came_of_it(state.log_history, folder.path, first_step=self.first_step))
+                say(*closing_lines(state.log_history, folder.path, first_step=self.first_step))
             else:
                 say(f"stopped after step {state.global_step} as asked ({stop.why}); newest checkpoint: {newest}")
         run.signals.request = None
@@ -270,7 +270,7 @@ def ends_generation_batch(before: int, now: int, per_batch: int) -> bool:
     return before // per_batch != now // per_batch
 
 
-def what_differs(record: CompleteRecord, now: dict[str, int]) -> list[str]:
+def changed_sampling(record: CompleteRecord, now: dict[str, int]) -> list[str]:
     """Return lines for the screen if the job's settings differ from the checkpoint's."""
     if record.reshaped_from is not None:
         return [

@@ -21,7 +21,7 @@ from grpo.place.launch import host_name, read_launch
 from grpo.place.topology import NodeTopology
 from grpo.record.files import STATE_FILE, note_failure, note_run
 from grpo.record.folder import RunFolder, record_early_failure
-from grpo.record.provenance import arguments_of, changed_from_defaults, where_it_runs
+from grpo.record.provenance import arguments_of, changed_from_defaults, describe_placement
 from grpo.seam.view import TrainerView
 
 KEPT_RESTARTS = 20
@@ -91,7 +91,7 @@ class JobRun:
 
         def enter() -> tuple[int, list[str]]:
             self.folder = folder = RunFolder(Path(args.output_dir), os.environ)
-            where = where_it_runs([json.loads(place) for place in places], topology)
+            where = describe_placement([json.loads(place) for place in places], topology)
             others = beside or {}
             changed = [*others, *changed_from_defaults(args)]
             folder.begin_attempt({**others, **arguments_of(args)}, where, changed=changed)

@@ -34,7 +34,7 @@ from grpo.preflight.lora import around_towers, choose_lora, with_revision
 from grpo.preflight.quantisation import settle_quantisation
 from grpo.record.folder import make_run_folder
 from grpo.record.provenance import beside_options
-from grpo.record.screen import what_runs_where
+from grpo.record.screen import placement_lines
 from grpo.record.timeline.start import open_timeline
 from grpo.seam.episodes import environments_in_threads, together
 from grpo.seam.episodes_ahead import refuse_main_thread_ahead
@@ -139,7 +139,7 @@ def _start_local(parts: TrainerParts, arguments: Arguments, init: Init, start_en
             return firsts[0].text[:TEXT_TOKENS]
 
         text = run.groups.by_rank_zero(try_first, list[int])
-        say(*what_runs_where(topology, output_dir, model=name))
+        say(*placement_lines(topology, output_dir, model=name))
         timeline = open_timeline(output_dir, topology, run.groups, watch, attempt=run.attempt)
         engine_model, parts.private_folder = describe_model(  # a folder that is removed with the trainer
             plain, args, given, topology, takes_images=pictures.are_taken

@@ -72,7 +72,7 @@ class WeightDelivery:
     """Format agreed with the engines; restarted ones must give the same answer."""
     timeout_s: float
     """Deadline of a call to an engine, and of opening a weight sync group."""
-    tell: Callable[[EngineRestart], None]
+    on_restart: Callable[[EngineRestart], None]
     """Called for every restarted engine of the job."""
     trial: "AdapterTrial | None"
     """Trial of adapters, if they are sent alone; else None."""
@@ -254,7 +254,7 @@ class WeightDelivery:
             for restart in came:
                 self.restarts.append(restart)
                 _log.info("%s", restart, extra=FILE_ONLY)
-                self.tell(restart)
+                self.on_restart(restart)
             self.syncer.source.forget_sent()
             self._must_try = self.trial is not None
             self._must_verify = self._must_verify or bool(came)

@@ -83,11 +83,11 @@ class NcclTransport:
         try:
             answer = pool.submit(engines.init_weight_transfer_engine, nccl_common.worker_init_payload(info))
 
-            def tell(done: Future[None]) -> None:
+            def report(done: Future[None]) -> None:
                 if isinstance(error := done.exception(), EngineError):
                     on_refusal(error)
 
-            answer.add_done_callback(tell)
+            answer.add_done_callback(report)
             try:
                 self._communicator = nccl_common.uid_init_process_group(
                     unique_id, 0, info.world_size, torch.accelerator.current_device_index()

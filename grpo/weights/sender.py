@@ -135,7 +135,7 @@ class Sender:
         try:
             # A library may block the main thread here, and nothing in Python can end that.
             stuck_s = limit_s + self.timeouts.sync_stuck_s
-            with on_expiry(limit_s, self.transport.abort), on_expiry(stuck_s, self._tell_stuck):
+            with on_expiry(limit_s, self.transport.abort), on_expiry(stuck_s, self._report_stuck):
                 self.transport.start_sending(self._num_sent - 1, bucket)
         except EngineError as error:
             self._break(2, error)
@@ -208,6 +208,6 @@ class Sender:
         self._is_broken = True
         self.transport.abort()
 
-    def _tell_stuck(self) -> None:
+    def _report_stuck(self) -> None:
         waited_s = self._limit_s(self._num_sent - 1) + self.timeouts.sync_stuck_s
         self.on_stuck(EngineError(f"bucket {self._num_sent} is stuck on its way to the engines: {waited_s:.0f} s"))

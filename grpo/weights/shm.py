@@ -79,7 +79,7 @@ class ShmTransport:
 
     def start_sending(self, number: int, bucket: Bucket) -> None:
         """Announce the bucket to the workers, which read the buffer themselves."""
-        self._tell(FILLED)
+        self._send(FILLED)
 
     def is_taken(self, number: int, wait_s: float) -> bool:
         while min(self._num_taken) <= number and self._poll.poll(1000 * wait_s):
@@ -92,9 +92,9 @@ class ShmTransport:
 
     def abort(self) -> None:
         self._is_aborted = True
-        self._tell(GIVEN_UP)
+        self._send(GIVEN_UP)
 
-    def _tell(self, word: bytes) -> None:
+    def _send(self, word: bytes) -> None:
         for _, end in self._filled:
             with contextlib.suppress(OSError, ValueError):  # a worker is gone, or this is closed: reported elsewhere
                 end.write(word)

@@ -76,7 +76,7 @@ class WeightSyncer:
     tensor_parallel_size: int
     timeout_s: float
     """Deadline of one call to an engine."""
-    tell: Callable[[EngineError], None] = lambda error: None
+    on_trouble: Callable[[EngineError], None] = lambda error: None
     """Called from any thread when the main thread may be stuck in NCCL init, which has no timeout: an engine refused or
     died while the weight sync group was opening, or a broadcast did not start."""
     timeline: Recorder = field(default_factory=Recorder)
@@ -119,7 +119,7 @@ class WeightSyncer:
             buffer_bytes=self.source.buffer_bytes, num_workers=len(self.clients) * self.tensor_parallel_size
         )
         self._engines.on_failure = self._transport.abort
-        self._transport.open(self._engines, self.tell)
+        self._transport.open(self._engines, self.on_trouble)
         self._must_send_older = self.keeps_adapters
 
     @property
@@ -235,7 +235,7 @@ class WeightSyncer:
             held=plan.held,
             sums_bits=sums_bits,
             timeout_s=self.timeout_s,
-            on_stuck=self.tell,
+            on_stuck=self.on_trouble,
             pause=(lambda: self._pause(version)) if self._pauses else None,
             timeouts=self.timeouts,
         )

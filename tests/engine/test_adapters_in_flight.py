@@ -83,7 +83,7 @@ class Flight:
         )
         self.syncer.connect()
         self.sync()
-        self.client.listen(self._hear)
+        self.client.listen(self._on_answer)
 
     def come_back(self) -> None:
         """Another engine in the place of this one, as after a death."""
@@ -94,13 +94,13 @@ class Flight:
         ask_engines(self.clients, self.source.question, CALL_S)
         self.syncer.connect()
         self.source.forget_sent()
-        self.client.listen(self._hear)
+        self.client.listen(self._on_answer)
 
     def adapters_in_use(self) -> set[int]:
         with self._changed:
             return {number for number in self._adapter_of.values() if number is not None}
 
-    def _hear(self, answer: Sampled | EngineError) -> None:
+    def _on_answer(self, answer: Sampled | EngineError) -> None:
         with self._changed:
             if isinstance(answer, Sampled):
                 self.answers[answer.completion_id] = answer

@@ -34,7 +34,7 @@ selector.register(sys.stdin, selectors.EVENT_READ)
 tell("ready")
 while True:
     ready = {key.fileobj for key, _ in selector.select(link.interval_s)}
-    if (record := link.hear()) is not None:
+    if (record := link.receive()) is not None:
         tell(json.dumps(record.as_dict()))
         sys.exit(1)
     for line in sys.stdin.read().splitlines() if sys.stdin in ready else ():
@@ -58,7 +58,7 @@ while True:
                 answered = link.ask()
                 while not answered.is_set():
                     selector.select(1.0)
-                    assert link.hear() is None
+                    assert link.receive() is None
                 tell(json.dumps(link.not_come(int(exchange))))
             case ["leave"]:
                 link.say("left")

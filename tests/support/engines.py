@@ -100,20 +100,20 @@ class ScriptedEngine:
         self.is_closed = False
         self._on_death = on_death  # a real engine's thread holds it
         self._max_model_len = max_model_len
-        self._hear: Callable[[Sampled | EngineError], None] = lambda answer: None
+        self._on_answer: Callable[[Sampled | EngineError], None] = lambda answer: None
         self._death: EngineDied | None = None
 
     def die(self) -> None:
         """As a real one: whoever waits hears of it, and then its supervisor, from another thread."""
         death = self._death = EngineDied(f"{self.name} was killed by signal 9; the last lines of its log:\nnothing")
-        hear = self._hear
+        on_answer = self._on_answer
 
-        def tell() -> None:
-            hear(death)
+        def report_death() -> None:
+            on_answer(death)
             if self._on_death is not None:
                 self._on_death(death)
 
-        threading.Thread(target=tell, daemon=True).start()
+        threading.Thread(target=report_death, daemon=True).start()
 
     def _is_asked(self, what: str) -> None:
         self.script.asked[what] += 1
@@ -130,10 +130,10 @@ class ScriptedEngine:
         self._is_asked("wait_ready")
         return Ready(max_model_len=self._max_model_len, max_num_seqs=16, startup_s=1.0)
 
-    def listen(self, hear: Callable[[Sampled | EngineError], None]) -> None:
-        self._hear = hear
+    def listen(self, on_answer: Callable[[Sampled | EngineError], None]) -> None:
+        self._on_answer = on_answer
         if self._death is not None:
-            hear(self._death)
+            on_answer(self._death)
 
     def submit(self, sample: Sample) -> None:
         try:
@@ -146,7 +146,7 @@ class ScriptedEngine:
         self.script.samples.append(sample)
         for number, completion_id in enumerate(sample.ids):
             tokens = self.script.tokens_of(sample, number)
-            self._hear(answer(completion_id, tokens, self.script.logprobs_of(sample, tokens)))
+            self._on_answer(answer(completion_id, tokens, self.script.logprobs_of(sample, tokens)))
 
     def abort(self, ids: Sequence[int]) -> None:
         self.script.story.append(("abort",))
@@ -234,7 +234,7 @@ class ThreadedEngine(ScriptedEngine):
         """As a kill from outside, whatever it does; returns when whoever listens knows."""
         self._ended.set()
         self._thread.join(DEADLINE_S)
-        self._tell_of_death()
+        self._report_death()
 
     def close(self) -> None:
         self.reads.set()
@@ -252,14 +252,14 @@ class ThreadedEngine(ScriptedEngine):
             with self._lock:
                 running = self._waiting[: self.num_slots]
             if any(map(self.dies_of, running)):
-                self._tell_of_death()
+                self._report_death()
                 return
             for owed in running:
                 tokens = [] if owed.begun is None else owed.begun.token_ids.tolist()
                 tokens += answer_to(owed.token_ids, owed.seed)
                 self._ended.wait(self.token_s * len(tokens) / self.num_slots)
                 if answered == self.dies_after:
-                    self._tell_of_death()
+                    self._report_death()
                     return
                 with self._lock:
                     left = [other for other in self._waiting if other.completion_id != owed.completion_id]
@@ -269,13 +269,13 @@ class ThreadedEngine(ScriptedEngine):
                 answered += 1
                 if self.refuses(owed):
                     refusal = replace(answer(owed.completion_id, []), error="ValueError: too odd", is_refusal=True)
-                    self._hear(refusal)
+                    self._on_answer(refusal)
                 else:
-                    self._hear(answer(owed.completion_id, tokens, [-float(token) for token in tokens]))
+                    self._on_answer(answer(owed.completion_id, tokens, [-float(token) for token in tokens]))
 
-    def _tell_of_death(self) -> None:
+    def _report_death(self) -> None:
         self._death = EngineDied(f"{self.name} was killed by signal 9")
-        self._hear(self._death)
+        self._on_answer(self._death)
 
 
 class MadeUpHost:

@@ -76,9 +76,9 @@ class Flight:
         self.sync()
 
     def listen(self) -> None:
-        self.client.listen(self._hear)
+        self.client.listen(self._on_answer)
 
-    def _hear(self, answer: Sampled | EngineError) -> None:
+    def _on_answer(self, answer: Sampled | EngineError) -> None:
         with self._changed:
             if isinstance(answer, Sampled):
                 self.answers[answer.completion_id] = answer

@@ -183,7 +183,7 @@ class Stages:
 
     def _show(self, stage: str, what: str, late: Sequence[str]) -> None:
         """Show the failure on the first rank that asks: copies from other ranks would break the table."""
-        if self._store.add("tellers", 1) > 1:
+        if self._store.add("reporters", 1) > 1:
             return
         interface = _route_to_another_node(self.launch, self._store)
         single = self.launch.num_nodes == 1

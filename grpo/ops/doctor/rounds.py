@@ -37,7 +37,7 @@ def as_head(place: Place, examine: Examine, args: argparse.Namespace) -> int:
     """Run the head's part: prints the table, and late nodes after it."""
     codes = []
 
-    def tell(verdict: DoctorVerdict) -> str:
+    def publish(verdict: DoctorVerdict) -> str:
         _conclude(verdict, args, next_step=BANDWIDTH)
         codes.append(verdict.exit_code)
         return replace(verdict, reports=()).dumps()
@@ -47,11 +47,11 @@ def as_head(place: Place, examine: Examine, args: argparse.Namespace) -> int:
             late = preside(
                 place,
                 lambda: replace(examine(), sees_shared_file=None if shared is None else True),
-                lambda own, attendance: tell(judge_rendezvous(place, own, attendance)),
+                lambda own, attendance: publish(judge_rendezvous(place, own, attendance)),
                 opening=shared,
             )
     except RendezvousFailed as error:
-        tell(judge(place.nodes, [examine()], [Finding.of("join", error.trouble)]))
+        publish(judge(place.nodes, [examine()], [Finding.of("join", error.trouble)]))
         late = ()
     for trouble in late:
         print(f"grpo doctor on {place.node}: FAIL: join: {trouble.message} → {trouble.fix}", file=sys.stderr)

@@ -329,7 +329,7 @@ def _launch(
 
     from grpo.ops.launch.agent import run_launcher
     from grpo.ops.launch.attempt import Attempt
-    from grpo.ops.launch.last_words import outlast_head, tell_waiting_ranks
+    from grpo.ops.launch.last_words import inform_waiting_ranks, outlast_head
 
     with tempfile.TemporaryDirectory(prefix=LAUNCH_FOLDER) as notes:
         attempt = Attempt(
@@ -352,7 +352,7 @@ def _launch(
         with contextlib.suppress(SignalException):  # torchrun's handlers remain; this node has done its part
             outlast_head(at, ending)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rest is short, and informs the scheduler
-        tell_waiting_ranks(at, ending, attempt.failed)
+        inform_waiting_ranks(at, ending, attempt.failed)
         code, why = attempt.conclude(ending, max_crashes=args.max_crashes)
         if place.is_head and attempt.is_hopeless and (attempt.failed or {}).get("kind") == FailureKind.MEMORY:
             file = args.config_file if args.launcher == "accelerate" else None

@@ -17,7 +17,7 @@ LOOK_S = 2.0
 LONGEST_S = 6 * 3600.0  # for a model to be written; later the port may belong to another process
 
 
-def tell_waiting_ranks(at: Rendezvous, ending: Ending, failed: dict[str, Any] | None) -> None:
+def inform_waiting_ranks(at: Rendezvous, ending: Ending, failed: dict[str, Any] | None) -> None:
     """Free ranks that wait for a failed rank of this node before there is a watch (`agree_on_topology`).
 
     Returns after `STORE_S` at the latest. Does nothing on the first node: the store has ended with the ranks' launcher.
@@ -42,13 +42,13 @@ def tell_waiting_ranks(at: Rendezvous, ending: Ending, failed: dict[str, Any] | 
         kind=failed.get("kind", FailureKind.MACHINE),
     )
 
-    def tell() -> None:
+    def inform() -> None:
         timeout = timedelta(seconds=STORE_S)
         store = dist.TCPStore(at.head_address, at.port, is_master=False, timeout=timeout, wait_for_workers=False)
         give_up(record, at.processes, store)
 
     with contextlib.suppress(RuntimeError, OSError):  # the store has ended, and with it the waiting ranks
-        within(STORE_S, tell)
+        within(STORE_S, inform)
 
 
 def outlast_head(at: Rendezvous, ending: Ending) -> None:

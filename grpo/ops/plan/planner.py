@@ -12,7 +12,7 @@ from trl import get_peft_config
 
 from grpo.config.models import choose_backend, compute_dtype, head_counts, loaded_dtype, model_config
 from grpo.config.refusals import check_class, check_init_kwargs
-from grpo.model.text_part import is_multimodal, what_is_trained
+from grpo.model.text_part import describe_trained_parts, is_multimodal
 from grpo.ops.plan.batch import PlannedBatch, plan_batch, prompt_tokens_of
 from grpo.ops.plan.estimates import estimate
 from grpo.ops.plan.gpus import ASSUMED_GPU, GPUS
@@ -238,7 +238,7 @@ class _Planner:
             plan.advice = advise(job, plan.estimates.engine, fits=lambda ranks: fits_with(job, ranks_per_node=ranks))
         if towers := job.shape.tower_parameters:
             is_trained = job.images is not None and job.images.is_trained
-            plan.trains = what_is_trained(
+            plan.trains = describe_trained_parts(
                 config.architectures[0],
                 job.shape.towers,
                 towers,

@@ -57,10 +57,10 @@ def make_trace(output_dir: Path) -> tuple[Trace, list[str]]:
     trace = trace_of(timelines)
     if trace.num_nodes == 0:
         raise ValueError(f"nothing in {folder} can be read as a timeline: {trace.unreadable} damaged line(s)")
-    return trace, _what_is_missing(output_dir, timelines, trace)
+    return trace, _missing_parts(output_dir, timelines, trace)
 
 
-def _what_is_missing(output_dir: Path, timelines: list[Timeline], trace: Trace) -> list[str]:
+def _missing_parts(output_dir: Path, timelines: list[Timeline], trace: Trace) -> list[str]:
     notes = []
     there = {each.node for each in timelines if each.attempts or each.spans or each.usages}
     expected = max(_nodes_of(output_dir), max(each.node for each in timelines) + 1)

@@ -81,7 +81,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _run(settings: dict[str, Any]) -> dict[str, Any]:
-    reported, tell = socket.socketpair(type=socket.SOCK_SEQPACKET)  # not a pipe: /proc/PID/fd could open it
+    reported, results = socket.socketpair(type=socket.SOCK_SEQPACKET)  # not a pipe: /proc/PID/fd could open it
     ready, say_ready = os.pipe()
     may_go, say_go = os.pipe()
     is_root = os.getuid() == 0
@@ -92,16 +92,16 @@ def _run(settings: dict[str, Any]) -> dict[str, Any]:
             if settings["group"] is not None:
                 _write(settings["group"], "0")  # this process, and with it all its children
             if settings["isolated"]:
-                _isolated(settings, is_root, say_ready, may_go, tell)
+                _isolated(settings, is_root, say_ready, may_go, results)
             _die_with_parent()
             _limit(settings)
             _start_program(settings, settings["folder"])
         except BaseException as error:  # noqa: BLE001  no parent can say more
-            _tell(tell, _error(error))
+            _send(results, _error(error))
         os._exit(1)
     if not settings["isolated"]:
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # only root may read its memory and files
-    tell.close()
+    results.close()
     os.close(say_ready)
     if settings["isolated"]:
         if os.read(ready, 1) and is_root:
@@ -120,7 +120,7 @@ def _run(settings: dict[str, Any]) -> dict[str, Any]:
     return json.loads(said) if said else {"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}
 
 
-def _isolated(settings: dict[str, Any], is_root: bool, say_ready: int, may_go: int, tell: socket.socket) -> NoReturn:
+def _isolated(settings: dict[str, Any], is_root: bool, say_ready: int, may_go: int, results: socket.socket) -> NoReturn:
     """Run without network, other processes and files, except Python's own (read only) and an empty folder in memory."""
     with open(os.path.join(settings["folder"], "program.py"), "rb") as file:
         source = file.read()
@@ -149,7 +149,7 @@ def _isolated(settings: dict[str, Any], is_root: bool, say_ready: int, may_go: i
         _start_program(settings, "/work")
     while (ended := os.wait())[0] != program:
         pass
-    _tell(tell, {"code": os.waitstatus_to_exitcode(ended[1])})
+    _send(results, {"code": os.waitstatus_to_exitcode(ended[1])})
     os._exit(0)
 
 
@@ -249,7 +249,7 @@ def _error(error: BaseException) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}", "is_refused": isinstance(error, Refused)}
 
 
-def _tell(keeper: socket.socket, what: dict[str, Any]) -> None:
+def _send(keeper: socket.socket, what: dict[str, Any]) -> None:
     keeper.send(json.dumps(what).encode())
 
 

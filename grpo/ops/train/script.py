@@ -17,17 +17,17 @@ from grpo.place.importing import importing
 def main(argv: Sequence[str] | None = None) -> None:
     """Train as `argv` says (default: the command line). Called by every rank."""
     argv = sys.argv[1:] if argv is None else argv
-    with reporting_mistakes(os.environ.get("GRPO_OUTPUT_DIR") or flag_of(argv, "output_dir")) as teller:
+    with reporting_mistakes(os.environ.get("GRPO_OUTPUT_DIR") or flag_of(argv, "output_dir")) as reporter:
         settings = settings_of(argv)
-        if teller.output_dir is None and "output_dir" in settings:
-            teller.output_dir = Path(str(settings["output_dir"]))
+        if reporter.output_dir is None and "output_dir" in settings:
+            reporter.output_dir = Path(str(settings["output_dir"]))
 
         with importing():
             from grpo.ops.train.arguments import parse_arguments
             from grpo.ops.train.checks import check_arguments
 
         arguments = parse_arguments(argv, check=check_arguments)
-        teller.output_dir = Path(arguments.training.output_dir)
+        reporter.output_dir = Path(arguments.training.output_dir)
 
         with importing():
             from grpo.ops.train.training import run, run_demo

@@ -53,7 +53,7 @@ class Gpus:
             try:
                 self._handles[name] = self._find(name)
             except self._nvml.NVMLError as error:
-                self._tell(name, f"NVML does not find GPU {name} ({error}): there are no figures of it")
+                self._report_once(name, f"NVML does not find GPU {name} ({error}): there are no figures of it")
         self._warn_of_order()
 
     def _find(self, name: str) -> Any:
@@ -66,7 +66,7 @@ class Gpus:
         kinds = {self._ask("", self._nvml.nvmlDeviceGetName, handle) for handle in numbered}
         if len(kinds - {None}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
             shown = ", ".join(sorted(str(kind) for kind in kinds))
-            self._tell(
+            self._report_once(
                 "order",
                 f"GPUs differ ({shown}), so that CUDA and NVML may number them differently, and figures may be "
                 "another GPU's: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name GPUs by UUID in CUDA_VISIBLE_DEVICES",
@@ -94,10 +94,10 @@ class Gpus:
             return question(handle)
         except self._nvml.NVMLError as error:
             if error.value != self._nvml.NVML_ERROR_NOT_SUPPORTED:
-                self._tell(f"{name} {question.__name__}", f"GPU {name}: {question.__name__}: {error}")
+                self._report_once(f"{name} {question.__name__}", f"GPU {name}: {question.__name__}: {error}")
             return None
 
-    def _tell(self, about: str, what: str) -> None:
+    def _report_once(self, about: str, what: str) -> None:
         if about not in self._reported:
             self._reported.add(about)
             self._say(what)

@@ -45,7 +45,7 @@ class TurnBroker:
         self._folder: Path | None = None
         self._num_others = num_others
         self._listener = self._listen() if num_others else None
-        pool.tell(self._hear_of_trouble)
+        pool.subscribe(self._note_trouble)
 
     def connect(self) -> Pipe:
         """Make this rank's own connection."""
@@ -104,12 +104,12 @@ class TurnBroker:
     def _take(self, connection: socket.socket) -> None:
         line = _Line(Pipe(connection), self._pool)
         self._lines.append(line)  # before its first request: errors are sent to all registered lines
-        self._pool.tell(self._hear_of_trouble)  # errors so far
+        self._pool.subscribe(self._note_trouble)  # errors so far
         line.start()
 
     # -- errors ---------------------------------------------------------------------------------------------------
 
-    def _hear_of_trouble(self, error: Exception | None) -> None:
+    def _note_trouble(self, error: Exception | None) -> None:
         """Report an error of the pool; called with its lock held: must not wait."""
         if error is None or isinstance(error, DeadlyRequests):
             for line in self._lines:

@@ -180,7 +180,7 @@ class ToolRunner:
         self.counts["failures"] += 1
         return {"error": why}
 
-    def _too_slow(self, name: str, row: int, what_becomes_of_it: str) -> dict[str, str]:
+    def _too_slow(self, name: str, row: int, consequence: str) -> dict[str, str]:
         self.counts["abandoned"] += 1
         self.hanging_rows.add(row)
         hangs = f"has not returned within {self.timeout_s:g} s (tool_timeout)"
@@ -191,7 +191,7 @@ class ToolRunner:
                 f"more than {self.max_abandoned} tool calls hang on this rank (max_abandoned_tools) [GRPO-609]; the "
                 f"first one: {self._abandoned[0]}"
             )
-        self.say(f"WARNING: {reported}; the model sees it, and {what_becomes_of_it}")
+        self.say(f"WARNING: {reported}; the model sees it, and {consequence}")
         return self._failed(f"tool {name} {hangs}")
 
     def _content(self, name: str, result: Any) -> Any:

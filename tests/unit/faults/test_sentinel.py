@@ -61,7 +61,7 @@ def test_failure_record_fits_one_packet(character: str, link: SentinelLink) -> N
     record.cause.encode()
     assert len(json.dumps({"kind": "report", "record": record.as_dict()})) < MAX_PACKET_BYTES
     assert link.say("report", record=record.as_dict())
-    assert heard(link, link.hear) == record
+    assert heard(link, link.receive) == record
 
 
 def test_failure_record_with_short_cause_is_unchanged() -> None:
@@ -74,7 +74,7 @@ def test_sentinel_after_malformed_packet_keeps_answering(packet: bytes, link: Se
     link._packets._socket.send(packet)
     link.say_phase("train", 3)
     answered = link.ask()
-    heard(link, lambda: link.hear() or answered.is_set() or None)
+    heard(link, lambda: link.receive() or answered.is_set() or None)
     assert link.not_come(4) == {0: "train"}
 
 
@@ -86,7 +86,7 @@ def test_sentinel_logs_reports_to_file(link: SentinelLink, tmp_path: Path) -> No
     link.say("log", path=str(path))
     record = record_of("a wall")
     assert link.say("report", record=record.as_dict())
-    assert heard(link, link.hear) == record
+    assert heard(link, link.receive) == record
     last = "the job failed on node 0 (a), rank 0, phase 'train': a wall"
     assert heard(link, lambda: (path.exists() and last in path.read_text()) or None), path.read_text()
     lines = path.read_text().splitlines()
@@ -101,7 +101,7 @@ def test_sentinel_with_hanging_log_keeps_answering(link: SentinelLink, tmp_path:
     link.say("log", path=str(path))
     link.say_phase("sync", 7)
     answered = link.ask()
-    heard(link, lambda: link.hear() or answered.is_set() or None)
+    heard(link, lambda: link.receive() or answered.is_set() or None)
     assert link.not_come(8) == {0: "sync"}
 
 

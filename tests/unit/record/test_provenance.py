@@ -19,8 +19,8 @@ from grpo.record.provenance import (
     changed_from_defaults,
     command_without_secrets,
     commit_of,
+    describe_placement,
     installed_versions,
-    where_it_runs,
     without_secrets,
 )
 from tests.support.made_up_jobs import job
@@ -179,10 +179,10 @@ def test_commit_of_script_with_hanging_git_times_out(tmp_path: Path, monkeypatch
     assert time.monotonic() - begin < 20
 
 
-def test_where_it_runs_counts_ranks_and_engines_by_node() -> None:
+def test_describe_placement_counts_ranks_and_engines_by_node() -> None:
     places = [(0, "n0"), (0, "n0"), (1, "n1"), (2, "n1")]  # two agents on one host
     reported = {"num_nodes": 3, "world_size": 4, "ranks_by_node": [2, 1, 1], "hosts": ["n0", "n1", "n1"]}
-    assert where_it_runs(places, None) == reported
+    assert describe_placement(places, None) == reported
     (first, *_) = knowing(job((4, 2, 3), (2, 1, 1)))
     engines = {"engines_by_node": [2, 1, 2], "tensor_parallel_size": 1, "has_gpus": True}
-    assert where_it_runs(places, first) == reported | engines
+    assert describe_placement(places, first) == reported | engines

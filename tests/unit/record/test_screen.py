@@ -12,7 +12,7 @@ import pytest
 from grpo.groups.agreement import knowing
 from grpo.place.launch import Launch
 from grpo.place.topology import plan_node
-from grpo.record.screen import say, what_came_of_it, what_runs_where
+from grpo.record.screen import closing_lines, placement_lines, say
 from tests.support.made_up_jobs import job
 
 RUN = Path("runs/it")
@@ -23,7 +23,7 @@ def lines(launch: Launch, devices: tuple[str, ...], *, size: int = 1) -> list[st
     topology = plan_node(
         launch, devices, reserved_gpus=None, tensor_parallel_size=size, engines_per_node=None, host="here"
     )
-    return what_runs_where(topology, RUN, model="a/model")
+    return placement_lines(topology, RUN, model="a/model")
 
 
 def test_placement_lines_without_gpus_name_cpus() -> None:
@@ -48,7 +48,7 @@ def test_placement_lines_with_several_nodes_count_all_ranks() -> None:
 
 def test_placement_lines_with_uneven_nodes_count_each_node() -> None:
     (first, *_) = knowing(job((8, 7), (7, 6)))
-    assert what_runs_where(first, RUN, model="m")[0] == (
+    assert placement_lines(first, RUN, model="m")[0] == (
         "2 nodes; on h0: ranks 0-6 on GPUs 0-6, 1 engine on GPU 7; of all nodes 7 + 6 ranks, 1 + 1 engines"
     )
 
@@ -58,19 +58,19 @@ def test_closing_lines_report_steps_time_and_reward(tmp_path: Path) -> None:
     logs = [{"step": 10, "reward": 0.25}, {"step": 20, "reward": 0.5}, totals]
     (tmp_path / "logs").mkdir()
     where = f"every step's metrics are in {tmp_path}/metrics.jsonl, the engines' logs in {tmp_path}/logs"
-    assert what_came_of_it(logs, tmp_path, first_step=0) == [
+    assert closing_lines(logs, tmp_path, first_step=0) == [
         "done: 20 steps in 61 s, reward 0.250 at first, 0.500 at last",
         where,
     ]
-    assert what_came_of_it([totals], tmp_path, first_step=0) == ["done: 20 steps in 61 s", where]
-    assert what_came_of_it([], tmp_path, first_step=0) == [where]
+    assert closing_lines([totals], tmp_path, first_step=0) == ["done: 20 steps in 61 s", where]
+    assert closing_lines([], tmp_path, first_step=0) == [where]
     unrewarded = [{"step": 5, "reward": None}, *logs[:2], {"step": 20, "reward": None}, totals]  # as TRL logs it
-    assert what_came_of_it(unrewarded, tmp_path, first_step=15) == [
+    assert closing_lines(unrewarded, tmp_path, first_step=15) == [
         "done: 20 steps, the last 5 of them in 61 s, reward 0.250 at first, 0.500 at last",
         where,
     ]
     (tmp_path / "logs").rmdir()
-    assert what_came_of_it([], tmp_path, first_step=0) == [where.partition(",")[0]]
+    assert closing_lines([], tmp_path, first_step=0) == [where.partition(",")[0]]
 
 
 SPEAKS = """

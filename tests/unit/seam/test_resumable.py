@@ -12,7 +12,7 @@ from grpo.checkpoints.checkpoints import CompleteRecord
 from grpo.faults.failure import FailureKind, FailureRecord, JobFailed
 from grpo.faults.signals import StopLead
 from grpo.seam.ordering import PromptOrder
-from grpo.seam.resuming import Resuming, ends_generation_batch, what_differs
+from grpo.seam.resuming import Resuming, changed_sampling, ends_generation_batch
 from grpo.seam.run import JobRun
 from tests.support.made_up_checkpoints import make
 from tests.support.scripted_trainer import make_trainer, of_kind, use_scripted_engines
@@ -139,7 +139,7 @@ RECORD = CompleteRecord(step=3, world_size=2, files={}, versions={}, sampling={"
     ],
 )
 def test_resume_with_changed_settings_warns(record: CompleteRecord, said: str | None) -> None:
-    reported = what_differs(record, {"seed": 2, "num_generations": 4})
+    reported = changed_sampling(record, {"seed": 2, "num_generations": 4})
     assert len(reported) == (said is not None)
     assert said is None or said in reported[0]
 

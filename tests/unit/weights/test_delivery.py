@@ -109,7 +109,7 @@ def delivery_of(
         FailureWatch(None, node=rank, rank=rank, host=f"host{rank}"),
         wire_format=WireFormat(),
         timeout_s=10.0,
-        tell=lambda restart: None,
+        on_restart=lambda restart: None,
         trial=None,
     )
 

@@ -41,7 +41,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Connect:
             backend="nccl",
             tensor_parallel_size=1,
             timeout_s=timeout_s,
-            tell=reported.append,
+            on_trouble=reported.append,
         )
         syncer.connect()
         return syncer, stand_in, reported
@@ -163,12 +163,12 @@ def test_nccl_broadcast_stuck_after_abort_is_reported(connected: Connect) -> Non
     wire = Deaf("cpu", holds=True)
     syncer, _, reported = connected(source, wire, timeout_s=0.2, hangs=True)
     syncer.timeouts = Timeouts(sync_stuck_s=0.5)
-    tell = syncer.tell
+    on_trouble = syncer.on_trouble
 
     def release(error: EngineError) -> None:
-        tell(error)
+        on_trouble(error)
         wire.destroyed.set()
 
-    syncer.tell = release
+    syncer.on_trouble = release
     syncer.sync(1)
     assert [str(error) for error in reported] == ["bucket 1 is stuck on its way to the engines: 1 s"]

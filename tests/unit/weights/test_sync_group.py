@@ -122,7 +122,12 @@ def test_connect_with_refusing_engine_reports_at_once(without_gpus: None, monkey
 
     monkeypatch.setattr(nccl_common, "uid_init_process_group", open_endpoint)
     source = GatheredSource(tiny_model("qwen2-tied"), wire_dtype=torch.bfloat16, bucket_bytes=2**17)
-    settings: dict[str, Any] = {"backend": "nccl", "tensor_parallel_size": 1, "timeout_s": 5.0, "tell": reported.append}
+    settings: dict[str, Any] = {
+        "backend": "nccl",
+        "tensor_parallel_size": 1,
+        "timeout_s": 5.0,
+        "on_trouble": reported.append,
+    }
     syncer = WeightSyncer(source, [ScriptedEngine(script=Script(control=refuse))], **settings)
     with pytest.raises(EngineError, match="does not take it"):
         syncer.connect()

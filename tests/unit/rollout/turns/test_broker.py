@@ -262,7 +262,7 @@ def test_broker_with_deadly_turn_refuses_it(ranks_of: Any) -> None:
 def test_broker_with_engine_error_fails_job(watch: Watch, ranks_of: Any) -> None:
     engine = ThreadedEngine("engine 0")
     ranks = ranks_of(engine, ranks=1)
-    engine._hear(engine.error("failed at a request"))
+    engine._on_answer(engine.error("failed at a request"))
     wait_until(lambda: watch.failures)
     assert "failed at a request" in str(watch.failures[0])
     assert ranks.channels[0].trouble is None
