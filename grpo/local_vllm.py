@@ -269,7 +269,7 @@ class LocalVLLM:
     def _nothing(self) -> tuple[list[int], list[float]]:
         """Placeholder token and log-probability for a refused row. TRL does not accept empty completions; this one is
         excluded from rewards and loss, and its NaN from metrics."""
-        return [self.trained.end_tokens[0]], [float("nan")]
+        return [*(self.trained.end_tokens[:1] or (0,))], [float("nan")]
 
     async def sample(self, token_ids: Sequence[int], *, row: int, turn: int | None = None, **sampling: Any) -> Turn:
         """Sample one turn, inside a rollout function; see `Sampler.sample`. Not collective."""

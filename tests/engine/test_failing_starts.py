@@ -57,6 +57,10 @@ def libraries(folder: Path) -> list[Path]:
     return [*folder.glob("kernels/slots/*/*/*.so")]
 
 
+def written(library: Path) -> int:
+    return library.stat().st_mtime_ns
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_engine_start_after_killed_compilation_succeeds(tiny_model: Path, tmp_path: Path) -> None:
@@ -95,15 +99,14 @@ def test_engine_start_after_killed_compilation_succeeds(tiny_model: Path, tmp_pa
 @pytest.mark.long
 def test_engine_start_after_timeout_reuses_compiled_libraries(tiny_model: Path, tmp_path: Path) -> None:
     with starting(tiny_model, tmp_path, enforce_eager=False) as client:
-        until(lambda: bool(libraries(tmp_path)) and compiles(client.pid), START_S, "nothing is compiled")
+        until(lambda: len(libraries(tmp_path)) > 1 and compiles(client.pid), START_S, "nothing is compiled")
         with pytest.raises(EngineError, match="GRPO-401"):
             client.wait_ready(0.0)
-    compiled = {path: path.stat().st_mtime_ns for path in libraries(tmp_path)}
-    assert compiled
+    first = min(libraries(tmp_path), key=written)  # a later one may be half of a file
+    compiled = written(first)
     with starting(tiny_model, tmp_path, enforce_eager=False) as client:
         client.wait_ready(START_S)
-    again = {path: path.stat().st_mtime_ns for path in libraries(tmp_path)}
-    assert {path: again[path] for path in compiled} == compiled, "they were not compiled again"
+    assert written(first) == compiled, "it was compiled again"
 
 
 def test_engine_start_with_truncated_weights_raises_within_10_s(tiny_model: Path, tmp_path: Path) -> None:
