@@ -16,14 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo.faults.failure import FailureKind, JobFailed
-from grpo.faults.kinds import (
-    ends_job,
-    is_raised_by_users_code,
-    kind_of,
-    steps_done,
-    text_of,
-    users_frame,
-)
+from grpo.faults.kinds import ends_job, is_raised_by_users_code, kind_of, steps_done, text_of, users_frame
 from grpo.place.files import flag_of
 from grpo.place.launch import read_launch
 from grpo.place.log import FILE_ONLY, start_log

@@ -36,6 +36,7 @@ from grpo.record.provenance import command_without_secrets
 DEFAULT_PORT = 29412  # next to the doctor's, below torchrun's 29500
 JOIN_TIMEOUT_S = 120.0
 STOP_S = 600
+MAY_FOLLOW = {"output_dir", "resume", "command", "script", "arguments"}  # the trainer's too; no options
 OWN = "-m grpo.train"  # as a person would type it; that module is above this package
 
 
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         file = read_settings(args.config_file, "--config_file") if args.config_file else {}
         _check_script(script)
         _check_nodes(args, place, file)
-        line.note_misplaced(script, vars(args).keys() - {"output_dir", "resume"})  # the trainer has these too
+        line.note_misplaced(script, vars(args).keys() - MAY_FOLLOW)
         asked, is_readable = _asked(args, script, file)
     except (ValueError, OSError) as error:
         print(f"grpo launch: {error}", file=sys.stderr)

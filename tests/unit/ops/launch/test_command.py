@@ -154,6 +154,19 @@ def test_launch_with_sigterm_while_waiting_for_head_returns_done(
         assert command._launch(args, place, at, [], 100.0, []) == DONE
 
 
+def test_launch_with_own_options_behind_script_names_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_meet_and_launch", lambda *_: 0)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    script = str(ROOT / "train.py")
+    trainers = ["--output_dir", "runs/x", "--script=a", "--max_steps", "2"]
+    for behind, said in ((["--ranks-per-node", "2", "--nodes=a,b"], "--ranks-per-node, --nodes"), ([], "")):
+        assert command.run(read("--ranks-per-node", "1", script, *trainers, *behind)[0]) == 0
+        expected = f"[grpo] {script} gets {said}: options of grpo launch go before it\n" if said else ""
+        assert capsys.readouterr().err == expected
+
+
 SECRETS = ("mine.py", "--hub_token", "xyz", "--wandb_api_key=abc", "--url", "https://me:pass@host/x", "--lr", "1e-6")
 
 
